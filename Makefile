@@ -1,0 +1,49 @@
+# Staccato: `make help` lists the targets.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0+cpu
+# Where the CPU build of torch is looked for when pip's own configuration does not have it (PyPI's torch is the CUDA build).
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.ready ## make .venv with the locked dependencies and the staccato command
+$(VENV)/.ready: requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" || \
+		$(BIN)/pip install --quiet --disable-pip-version-check --index-url "$(TORCH_INDEX)" "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: setup ## the tour: deploy, chat with several models in turns, scale to zero, usage and bill
+	$(BIN)/python deploy/demo/tour.py
+
+up: setup ## serve on loopback until Ctrl-C
+	$(BIN)/staccato up
+
+models: setup ## train the tiny models of the demo again (they are kept in deploy/demo/models)
+	$(BIN)/python deploy/demo/train.py
+
+test: setup check ## the test suite, with real NATS, vLLM and databases
+	$(BIN)/python -m pytest -m "not long"
+
+test-long: setup ## the tests that take minutes
+	$(BIN)/python -m pytest -m long
+
+check: setup ## lint, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_tidy.py
+
+format: setup ## rewrite the code in the house's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup ## every bench, one file per question, answers in tests/bench/README.md
+	for bench in tests/bench/bench_*.py; do $(BIN)/python $$bench || exit 1; done
+
+.PHONY: help setup demo up models test test-long check format bench

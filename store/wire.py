@@ -1,0 +1,259 @@
+"""The contract between processes: every subject and every message that crosses the bus.
+
+Pure: no I/O, no clock. Messages are msgspec structs in MessagePack, tagged with their own name; `VERSION` rises when a
+reader of the old version could misread the new one, and a process refuses a message of another version by name.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import msgspec
+
+VERSION = 1
+
+# ── subjects ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Ids in subjects are ours (letters, digits, '-'), never a tenant's text: a '.', '*' or '>' would change the subject.
+
+LEASES = "leases"  # KV bucket, TTL: runtime id → Lease
+MODELS = "models"  # KV bucket: model key → EngineSpec, what every runtime must be able to serve
+USAGE_STREAM = "USAGE"  # JetStream stream over `usage.>`
+
+
+def run_subject(runtime: str) -> str:
+    """Request: Run → Reply."""
+    return f"rt.{runtime}.run"
+
+
+def cancel_subject(runtime: str) -> str:
+    """Publish: Cancel."""
+    return f"rt.{runtime}.cancel"
+
+
+def repair_subject(runtime: str) -> str:
+    """Request: Repair → Repaired."""
+    return f"rt.{runtime}.repair"
+
+
+def control_subject(runtime: str) -> str:
+    """Request: Control → Reply."""
+    return f"rt.{runtime}.control"
+
+
+def frame_subject(gateway: str) -> str:
+    """Publish: Frame, from every runtime that works for this gateway."""
+    return f"gw.{gateway}.frames"
+
+
+GATEWAY_ALIVE = "alive.gw"  # publish: GatewayAlive, from every gateway with open streams
+
+
+def usage_subject(tenant_id: str) -> str:
+    """JetStream publish: Usage."""
+    return f"usage.{tenant_id}"
+
+
+# ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Anything that crosses the bus."""
+
+    v: int = VERSION
+
+
+class EngineSpec(Message, frozen=True, kw_only=True, tag=True):
+    """What a runtime needs to build the engine of an artefact under given settings. `key` names the pair."""
+
+    key: str
+    path: str  # folder of the artefact on the runtime's host
+    digest: str
+    architecture: str
+    dtype: str  # auto | bfloat16 | float16 | float32
+    max_model_len: int  # tokens
+    weight_bytes: int
+    kv_bytes_per_token: int
+    idle_s: float | None = None  # asleep after this many seconds without a request; None: never
+
+
+class Run(Message, frozen=True, kw_only=True, tag=True):
+    """One stream of tokens, asked of one runtime by one gateway. `stream` is unique within the gateway's life."""
+
+    gateway: str
+    stream: int
+    model: str  # EngineSpec.key
+    request: str  # the client-visible request id
+    attempt: int
+    prompt_tokens: int
+    max_tokens: int
+    payload: bytes  # the engine's own request, opaque to everybody but runtime/engine
+    engine: str  # version of the engine that wrote `payload`: another version refuses it
+
+
+class Refusal(IntEnum):
+    """Why a runtime did not take what it was asked to do. The gateway tries another or answers the client."""
+
+    UNKNOWN_MODEL = 1
+    DRAINING = 2
+    BUSY = 3
+    ENGINE_VERSION = 4
+    MODEL_FAILED = 5
+    BAD_MESSAGE = 6
+
+
+class Reply(Message, frozen=True, kw_only=True, tag=True):
+    """The answer every command gets."""
+
+    refusal: Refusal | None = None
+    reason: str = ""
+
+
+class Cancel(Message, frozen=True, kw_only=True, tag=True):
+    """The gateway no longer wants these streams."""
+
+    gateway: str
+    streams: list[int]
+
+
+class Finish(IntEnum):
+    """Why a stream ended."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+    REPETITION = 4
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What one step made for one stream."""
+
+    stream: int
+    tokens: list[int]
+    at: int  # index of tokens[0] in the stream's output: a stream's deltas join without gap or repeat
+    finish: Finish | None = None
+    stop_reason: int | str | None = None
+    logprobs: bytes | None = None  # the engine's own encoding
+    cached_tokens: int = 0  # of the prompt; set on the first delta
+    error: str = ""  # with finish == ERROR: one sentence for the client
+
+
+class Frame(Message, frozen=True, kw_only=True, tag=True):
+    """What one step made for one gateway. `seq` counts the frames of (runtime epoch, gateway) from 1; a frame without
+    deltas is a heartbeat and carries the last seq used."""
+
+    runtime: str
+    epoch: int  # changes when the runtime restarts: its numbering starts anew and its old streams are gone
+    seq: int
+    deltas: list[Delta] = []
+
+
+class Repair(Message, frozen=True, kw_only=True, tag=True):
+    """The gateway missed frames `first`..`last` of this epoch."""
+
+    gateway: str
+    epoch: int
+    first: int
+    last: int
+
+
+class Repaired(Message, frozen=True, kw_only=True, tag=True):
+    """Encoded frames still in the ring, oldest first; `complete` is false when some were already overwritten."""
+
+    frames: list[bytes]
+    complete: bool
+
+
+class GatewayAlive(Message, frozen=True, kw_only=True, tag=True):
+    """A gateway that stops saying this has its streams cancelled."""
+
+    gateway: str
+
+
+class Control(Message, frozen=True, kw_only=True, tag=True):
+    """An operator's command for one model of one runtime."""
+
+    model: str
+    op: str  # sleep | wake
+
+
+class Residency(IntEnum):
+    """Where a model is on a runtime."""
+
+    COLD = 0  # nothing of it in memory
+    LOADING = 1
+    RESIDENT = 2  # engine built, weights in device memory
+    FAILED = 3
+
+
+class ModelState(Message, frozen=True, kw_only=True, tag=True):
+    """One model on one runtime."""
+
+    residency: Residency
+    error: str = ""
+    load_ms: float = 0.0  # what the last load took
+    running: int = 0  # requests in the engine
+    waiting: int = 0  # requests held until it is resident
+    turns: int = 0
+    tokens: int = 0
+
+
+class Lease(Message, frozen=True, kw_only=True, tag=True):
+    """A runtime is alive and this is what it has. Renewed every second, gone after `TTL`."""
+
+    runtime: str
+    epoch: int
+    engine: str
+    draining: bool = False
+    holder: str = ""  # key of the model whose turn it is; empty when the device is idle
+    switches: int = 0
+    models: dict[str, ModelState] = {}
+
+
+class Usage(Message, frozen=True, kw_only=True, tag=True):
+    """Cumulative counters of one attempt at one request; a higher `seq` replaces a lower one, `final` closes it."""
+
+    request: str
+    attempt: int
+    seq: int
+    final: bool
+    tenant_id: str
+    key_id: str
+    deployment_id: str
+    deployment: str
+    revision: int
+    model: str  # EngineSpec.key
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int  # delivered to the client
+    started_at: float  # UNIX seconds
+    ended_at: float
+    finish: str  # stop | length | cancelled | error | gateway_lost | open
+
+
+M = TypeVar("M", bound=Message)
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {}
+
+
+class WireError(ValueError):
+    """A message that is not what its subject promises: names the type, and what was wrong."""
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(kind: type[M], data: bytes) -> M:
+    """Raises WireError on another type, another version or bytes that are no message."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    try:
+        message: M = decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"{kind.__name__}: {len(data)} bytes do not decode: {error}") from error
+    if message.v != VERSION:
+        raise WireError(f"{kind.__name__} has version {message.v}, this process speaks {VERSION}: upgrade the older one")
+    return message
