@@ -57,7 +57,7 @@ def usage_subject(tenant_id: str) -> str:
 # ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Anything that crosses the bus."""
 
     v: int = VERSION

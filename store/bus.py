@@ -1,0 +1,275 @@
+"""The only door to NATS: commands and frames over core subjects, leases and specs in KV buckets, usage in JetStream.
+
+Core NATS is at most once: what may not be lost carries a sequence (frames), an answer (requests) or is kept by JetStream
+(usage). Nothing here retries silently except the publishing of usage, which is money.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import nats
+import nats.errors
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
+from nats.js.errors import Error as JetStreamError
+from nats.js.errors import NoKeysError, NotFoundError
+from nats.js.kv import KeyValue
+
+from store import wire
+
+log = structlog.get_logger()
+
+LEASE_TTL_S = 3.0
+REQUEST_TIMEOUT_S = 5.0
+PAYLOAD_LEAST = 1 << 20  # bytes: a server that carries less is refused at start
+PENDING_MOST = 64 << 20  # bytes buffered per connection while the server is away
+
+Callback = Callable[[bytes], Awaitable[None]]
+Responder = Callable[[bytes], Awaitable[wire.Message]]
+Watcher = Callable[[str, bytes | None], None]
+
+
+class BusError(Exception):
+    """The bus could not do what was asked; the message names the address or subject and the remedy."""
+
+
+class NoAnswer(BusError):
+    """Nobody listens on the subject, or nobody answered in time."""
+
+
+class TooLarge(BusError):
+    """A message over the server's max_payload; `size` and `most` in bytes."""
+
+    def __init__(self, size: int, most: int) -> None:
+        super().__init__(f"the message has {size} bytes, the bus carries {most}: shorten it or raise max_payload of NATS")
+        self.size, self.most = size, most
+
+
+@dataclass(frozen=True)
+class UsageBatch:
+    """Usage taken from the stream and not yet acknowledged: call `ack` once it is committed."""
+
+    usages: list[wire.Usage]
+    messages: list[Msg]
+
+    async def ack(self) -> None:
+        for message in self.messages:
+            await message.ack()
+
+
+class Bus:
+    """One connection to NATS. Reconnects for ever; `on_reconnect` callbacks run after each time it came back."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._js: JetStreamContext = client.jetstream(timeout=REQUEST_TIMEOUT_S)
+        self._buckets: dict[str, KeyValue] = {}
+        self._on_reconnect: list[Callable[[], Awaitable[None]]] = []
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def connect(cls, url: str, name: str) -> AsyncIterator[Bus]:
+        """Raises BusError when the server is not reachable, has no JetStream or carries less than 1 MiB a message."""
+        buses: list[Bus] = []
+
+        async def reconnected() -> None:
+            log.warning("bus.reconnected", name=name)
+            for bus in buses:
+                for callback in bus._on_reconnect:
+                    await callback()
+
+        async def failed(error: Exception) -> None:
+            log.warning("bus.error", name=name, error=f"{type(error).__name__}: {error}")
+
+        try:
+            client = await nats.connect(
+                url,
+                name=name,
+                connect_timeout=2,
+                reconnect_time_wait=0.1,
+                max_reconnect_attempts=-1,
+                ping_interval=5,
+                max_outstanding_pings=2,
+                pending_size=PENDING_MOST,
+                allow_reconnect=True,
+                error_cb=failed,
+                reconnected_cb=reconnected,
+            )
+        except (OSError, nats.errors.Error, asyncio.TimeoutError) as error:
+            raise BusError(f"NATS at {url} is not reachable ({error}): start it or correct STACCATO_NATS_URL") from error
+        bus = cls(client)
+        buses.append(bus)
+        try:
+            await bus._prepare(url)
+            yield bus
+        finally:
+            with contextlib.suppress(Exception):  # close() while reconnecting raises TypeError in nats-py 2.16
+                await client.close()
+
+    async def _prepare(self, url: str) -> None:
+        if self._client.max_payload < PAYLOAD_LEAST:
+            raise BusError(f"NATS at {url} has max_payload {self._client.max_payload}, at least {PAYLOAD_LEAST} are needed")
+        try:
+            self._buckets[wire.LEASES] = await self._bucket(wire.LEASES, ttl_s=LEASE_TTL_S)
+            self._buckets[wire.MODELS] = await self._bucket(wire.MODELS, ttl_s=None)
+            await self._js.add_stream(
+                StreamConfig(
+                    name=wire.USAGE_STREAM,
+                    subjects=[wire.usage_subject(">")],
+                    retention=RetentionPolicy.LIMITS,
+                    storage=StorageType.FILE,
+                    duplicate_window=120,
+                )
+            )
+        except (JetStreamError, nats.errors.Error) as error:
+            raise BusError(f"NATS at {url} has no usable JetStream ({error}): enable it with `jetstream {{}}`") from error
+
+    async def _bucket(self, name: str, ttl_s: float | None) -> KeyValue:
+        with contextlib.suppress(NotFoundError):
+            return await self._js.key_value(name)
+        return await self._js.create_key_value(bucket=name, ttl=ttl_s, history=1)
+
+    @property
+    def connected(self) -> bool:
+        return self._client.is_connected
+
+    @property
+    def max_payload(self) -> int:
+        """Bytes of the largest message."""
+        return self._client.max_payload
+
+    def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
+        self._on_reconnect.append(callback)
+
+    # ── core subjects ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        """At most once. Raises BusError when the connection's buffer is full."""
+        try:
+            await self._client.publish(subject, data)
+        except nats.errors.MaxPayloadError:
+            raise TooLarge(len(data), self.max_payload) from None
+        except nats.errors.Error as error:
+            raise BusError(f"{subject}: not published: {error}") from error
+
+    async def request(self, subject: str, message: wire.Message, timeout_s: float = REQUEST_TIMEOUT_S) -> bytes:
+        """Raises NoAnswer (nobody there, or too late), TooLarge, BusError."""
+        data = wire.encode(message)
+        if len(data) > self.max_payload:
+            raise TooLarge(len(data), self.max_payload)
+        try:
+            return (await self._client.request(subject, data, timeout=timeout_s)).data
+        except (nats.errors.NoRespondersError, nats.errors.TimeoutError, asyncio.TimeoutError) as error:
+            raise NoAnswer(f"{subject}: no answer within {timeout_s} s") from error
+        except nats.errors.Error as error:
+            raise BusError(f"{subject}: {error}") from error
+
+    async def subscribe(self, subject: str, callback: Callback) -> None:
+        async def receive(message: Msg) -> None:
+            try:
+                await callback(message.data)
+            except wire.WireError as error:
+                log.warning("bus.bad_message", subject=message.subject, error=str(error))
+
+        await self._client.subscribe(subject, cb=receive)
+
+    async def respond(self, subject: str, responder: Responder) -> None:
+        """Answer each request on `subject`; one that does not decode is answered with a refusal."""
+
+        async def receive(message: Msg) -> None:
+            try:
+                answer = await responder(message.data)
+            except wire.WireError as error:
+                answer = wire.Reply(refusal=wire.Refusal.BAD_MESSAGE, reason=str(error))
+            if message.reply:
+                await message.respond(wire.encode(answer))
+
+        await self._client.subscribe(subject, cb=receive)
+
+    # ── KV buckets ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def put(self, bucket: str, key: str, message: wire.Message) -> None:
+        try:
+            await self._buckets[bucket].put(key, wire.encode(message))
+        except (JetStreamError, nats.errors.Error, asyncio.TimeoutError) as error:
+            raise BusError(f"{bucket}/{key}: not stored: {error}") from error
+
+    async def delete(self, bucket: str, key: str) -> None:
+        try:
+            await self._buckets[bucket].delete(key)
+        except (JetStreamError, nats.errors.Error, asyncio.TimeoutError) as error:
+            raise BusError(f"{bucket}/{key}: not deleted: {error}") from error
+
+    async def keys(self, bucket: str) -> list[str]:
+        try:
+            return await self._buckets[bucket].keys()
+        except NoKeysError:
+            return []
+
+    async def watch(self, bucket: str, watcher: Watcher) -> None:
+        """Tell `watcher` (key, value or None when deleted) all there is and every change, also after reconnects.
+
+        A put is a publish on the bucket's subject, so a plain subscription sees every change without a server-side
+        consumer that a restart of the server would lose; the snapshot fills what happened while we were away.
+        """
+        prefix = f"$KV.{bucket}."
+
+        async def changed(message: Msg) -> None:
+            gone = bool(message.headers and message.headers.get("KV-Operation"))
+            watcher(message.subject.removeprefix(prefix), None if gone else message.data)
+
+        async def snapshot() -> None:
+            for key in await self.keys(bucket):
+                with contextlib.suppress(JetStreamError):  # deleted since it was listed
+                    watcher(key, (await self._buckets[bucket].get(key)).value)
+
+        await self._client.subscribe(prefix + ">", cb=changed)
+        await snapshot()
+        self.on_reconnect(snapshot)
+
+    # ── usage ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def publish_usage(self, usage: wire.Usage) -> None:
+        """Returns once JetStream has stored it. Raises BusError; the caller keeps the usage and tries again."""
+        subject = wire.usage_subject(usage.tenant_id)
+        message_id = f"{usage.request}:{usage.attempt}:{usage.seq}"
+        try:
+            await self._js.publish(subject, wire.encode(usage), headers={"Nats-Msg-Id": message_id})
+        except (JetStreamError, nats.errors.Error, asyncio.TimeoutError) as error:
+            raise BusError(f"usage of {usage.request} not stored: {error}") from error
+
+    async def usage_batches(self, consumer: str, most: int) -> AsyncIterator[UsageBatch]:
+        """Endless: batches in the order of the stream, redelivered after 30 s unless acknowledged."""
+        config = ConsumerConfig(ack_wait=30, max_ack_pending=10_000)
+        subscription = await self._js.pull_subscribe(
+            wire.usage_subject(">"), durable=consumer, stream=wire.USAGE_STREAM, config=config
+        )
+        while True:
+            try:
+                messages = await subscription.fetch(most, timeout=30)
+            except (nats.errors.TimeoutError, asyncio.TimeoutError):
+                continue
+            except (JetStreamError, nats.errors.Error) as error:
+                log.warning("usage.fetch_failed", error=f"{type(error).__name__}: {error}")
+                await asyncio.sleep(0.5)
+                continue
+            usages = [usage for message in messages if (usage := await _usage(message))]
+            yield UsageBatch(usages, messages)
+
+
+async def _usage(message: Msg) -> wire.Usage | None:
+    """None for a message no reader will ever understand: it is logged and, with the batch, acknowledged."""
+    try:
+        return wire.decode(wire.Usage, message.data)
+    except wire.WireError as error:
+        log.error("usage.unreadable", subject=message.subject, error=str(error))
+        return None
