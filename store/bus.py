@@ -48,7 +48,9 @@ class TooLarge(BusError):
     """A message over the server's max_payload; `size` and `most` in bytes."""
 
     def __init__(self, size: int, most: int) -> None:
-        super().__init__(f"the message has {size} bytes, the bus carries {most}: shorten it or raise max_payload of NATS")
+        super().__init__(
+            f"the message has {size} bytes, the bus carries {most}: shorten it or raise max_payload of NATS"
+        )
         self.size, self.most = size, most
 
 
@@ -104,8 +106,10 @@ class Bus:
                 error_cb=failed,
                 reconnected_cb=reconnected,
             )
-        except (OSError, nats.errors.Error, asyncio.TimeoutError) as error:
-            raise BusError(f"NATS at {url} is not reachable ({error}): start it or correct STACCATO_NATS_URL") from error
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            raise BusError(
+                f"NATS at {url} is not reachable ({error}): start it or correct STACCATO_NATS_URL"
+            ) from error
         bus = cls(client)
         buses.append(bus)
         try:
@@ -117,7 +121,9 @@ class Bus:
 
     async def _prepare(self, url: str) -> None:
         if self._client.max_payload < PAYLOAD_LEAST:
-            raise BusError(f"NATS at {url} has max_payload {self._client.max_payload}, at least {PAYLOAD_LEAST} are needed")
+            raise BusError(
+                f"NATS at {url} has max_payload {self._client.max_payload}, at least {PAYLOAD_LEAST} are needed"
+            )
         try:
             self._buckets[wire.LEASES] = await self._bucket(wire.LEASES, ttl_s=LEASE_TTL_S)
             self._buckets[wire.MODELS] = await self._bucket(wire.MODELS, ttl_s=None)
@@ -131,7 +137,9 @@ class Bus:
                 )
             )
         except (JetStreamError, nats.errors.Error) as error:
-            raise BusError(f"NATS at {url} has no usable JetStream ({error}): enable it with `jetstream {{}}`") from error
+            raise BusError(
+                f"NATS at {url} has no usable JetStream ({error}): enable it with `jetstream {{}}`"
+            ) from error
 
     async def _bucket(self, name: str, ttl_s: float | None) -> KeyValue:
         with contextlib.suppress(NotFoundError):
@@ -168,7 +176,7 @@ class Bus:
             raise TooLarge(len(data), self.max_payload)
         try:
             return (await self._client.request(subject, data, timeout=timeout_s)).data
-        except (nats.errors.NoRespondersError, nats.errors.TimeoutError, asyncio.TimeoutError) as error:
+        except (TimeoutError, nats.errors.NoRespondersError, nats.errors.TimeoutError) as error:
             raise NoAnswer(f"{subject}: no answer within {timeout_s} s") from error
         except nats.errors.Error as error:
             raise BusError(f"{subject}: {error}") from error
@@ -200,13 +208,13 @@ class Bus:
     async def put(self, bucket: str, key: str, message: wire.Message) -> None:
         try:
             await self._buckets[bucket].put(key, wire.encode(message))
-        except (JetStreamError, nats.errors.Error, asyncio.TimeoutError) as error:
+        except (TimeoutError, JetStreamError, nats.errors.Error) as error:
             raise BusError(f"{bucket}/{key}: not stored: {error}") from error
 
     async def delete(self, bucket: str, key: str) -> None:
         try:
             await self._buckets[bucket].delete(key)
-        except (JetStreamError, nats.errors.Error, asyncio.TimeoutError) as error:
+        except (TimeoutError, JetStreamError, nats.errors.Error) as error:
             raise BusError(f"{bucket}/{key}: not deleted: {error}") from error
 
     async def keys(self, bucket: str) -> list[str]:
@@ -244,7 +252,7 @@ class Bus:
         message_id = f"{usage.request}:{usage.attempt}:{usage.seq}"
         try:
             await self._js.publish(subject, wire.encode(usage), headers={"Nats-Msg-Id": message_id})
-        except (JetStreamError, nats.errors.Error, asyncio.TimeoutError) as error:
+        except (TimeoutError, JetStreamError, nats.errors.Error) as error:
             raise BusError(f"usage of {usage.request} not stored: {error}") from error
 
     async def usage_batches(self, consumer: str, most: int) -> AsyncIterator[UsageBatch]:
@@ -256,7 +264,7 @@ class Bus:
         while True:
             try:
                 messages = await subscription.fetch(most, timeout=30)
-            except (nats.errors.TimeoutError, asyncio.TimeoutError):
+            except (TimeoutError, nats.errors.TimeoutError):
                 continue
             except (JetStreamError, nats.errors.Error) as error:
                 log.warning("usage.fetch_failed", error=f"{type(error).__name__}: {error}")

@@ -185,6 +185,7 @@ class Residency(IntEnum):
     LOADING = 1
     RESIDENT = 2  # engine built, weights in device memory
     FAILED = 3
+    LEAVING = 4  # giving its memory back
 
 
 class ModelState(Message, frozen=True, kw_only=True, tag=True):
@@ -255,5 +256,7 @@ def decode(kind: type[M], data: bytes) -> M:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"{kind.__name__}: {len(data)} bytes do not decode: {error}") from error
     if message.v != VERSION:
-        raise WireError(f"{kind.__name__} has version {message.v}, this process speaks {VERSION}: upgrade the older one")
+        raise WireError(
+            f"{kind.__name__} has version {message.v}, this process speaks {VERSION}: upgrade the older one"
+        )
     return message

@@ -1,0 +1,310 @@
+"""One runtime on the bus: takes requests, hands them to the device process, publishes what it makes.
+
+This process is light and speaks NATS; the device process (runtime/device.py) holds vLLM and never waits for the bus.
+The node owns what must outlive the device: which streams are open, the frames sent, the lease. When the device process
+dies, every open stream is told so and the process is started anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+
+import structlog
+import uvloop
+
+from runtime import observe, pipe
+from runtime.config import RuntimeSettings
+from runtime.ring import Ring
+from store import wire
+from store.bus import Bus, BusError
+from store.wire import Delta, Finish, Refusal, Residency
+
+log = structlog.get_logger()
+
+LEASE_PERIOD_S = 1.0
+HEARTBEAT_PERIOD_S = 0.5
+GATEWAY_SILENCE_S = 2.0  # then its streams are cancelled
+STREAMS_MOST = 4096  # open at once; more are refused as BUSY
+RESTART_PAUSE_S = 0.2
+
+
+@dataclass(slots=True)
+class Gateway:
+    """A gateway that has, or had, streams here."""
+
+    heard_at: float
+    ring: Ring = field(default_factory=Ring)
+    streams: dict[int, int] = field(default_factory=dict)  # open stream → index of its next token
+
+
+class Node:
+    """The runtime's shell on the bus."""
+
+    def __init__(self, bus: Bus, settings: RuntimeSettings) -> None:
+        self._bus, self._settings = bus, settings
+        self._id = settings.runtime_id
+        self._epoch = time.time_ns() // 1_000_000
+        self._gateways: dict[str, Gateway] = {}
+        self._specs: dict[str, wire.EngineSpec] = {}
+        self._state = pipe.State("", 0, {})
+        self._device: pipe.NodeEnd | None = None
+        self._engine = ""
+        self._draining = False
+        self._lease_due = asyncio.Event()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serves until `stop` is set, then drains: refuses new requests and lets the open ones end."""
+        await self._bus.subscribe(wire.GATEWAY_ALIVE, self._gateway_alive)
+        await self._bus.subscribe(wire.cancel_subject(self._id), self._cancel)
+        await self._bus.respond(wire.run_subject(self._id), self._run)
+        await self._bus.respond(wire.repair_subject(self._id), self._repair)
+        await self._bus.respond(wire.control_subject(self._id), self._control)
+        await self._bus.watch(wire.MODELS, self._spec_changed)
+        tasks = [asyncio.create_task(job()) for job in (self._keep_device, self._keep_lease, self._keep_heartbeat)]
+        stopped = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        await self._drain()
+        for task in (stopped, *tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(BusError):
+            await self._bus.delete(wire.LEASES, self._id)
+        for task in done - {stopped}:
+            task.result()
+
+    async def _drain(self) -> None:
+        self._draining = True
+        self._lease_due.set()
+        deadline = time.monotonic() + self._settings.drain_s
+        while self._open_streams() and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        await self._lose_all("the runtime is shutting down")
+        if self._device:
+            self._device.send(pipe.Quit())
+
+    def _open_streams(self) -> int:
+        return sum(len(gateway.streams) for gateway in self._gateways.values())
+
+    # ── commands from the bus ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _run(self, data: bytes) -> wire.Reply:
+        run = wire.decode(wire.Run, data)
+        if refusal := self._refusal(run):
+            return refusal
+        assert self._device is not None
+        gateway = self._gateways.setdefault(run.gateway, Gateway(time.monotonic()))
+        gateway.heard_at = time.monotonic()
+        gateway.streams[run.stream] = 0
+        self._device.send(pipe.Start(run))
+        return wire.Reply()
+
+    def _refusal(self, run: wire.Run) -> wire.Reply | None:
+        state = self._state.models.get(run.model)
+        if self._draining:
+            return wire.Reply(refusal=Refusal.DRAINING, reason=f"runtime {self._id} is draining")
+        if self._device is None:
+            return wire.Reply(refusal=Refusal.BUSY, reason=f"runtime {self._id} is starting its device process")
+        if run.engine != self._engine:
+            reason = f"runtime {self._id} runs {self._engine}, the request was written by {run.engine}"
+            return wire.Reply(refusal=Refusal.ENGINE_VERSION, reason=reason)
+        if run.model not in self._specs:
+            reason = f"runtime {self._id} was not given model {run.model}"
+            return wire.Reply(refusal=Refusal.UNKNOWN_MODEL, reason=reason)
+        if state and state.residency is Residency.FAILED:
+            return wire.Reply(refusal=Refusal.MODEL_FAILED, reason=state.error)
+        if self._open_streams() >= STREAMS_MOST:
+            reason = f"runtime {self._id} has {STREAMS_MOST} open streams, its most"
+            return wire.Reply(refusal=Refusal.BUSY, reason=reason)
+        return None
+
+    async def _cancel(self, data: bytes) -> None:
+        cancel = wire.decode(wire.Cancel, data)
+        self._forget(cancel.gateway, cancel.streams)
+
+    def _forget(self, gateway_id: str, streams: list[int]) -> None:
+        gateway = self._gateways.get(gateway_id)
+        known = [stream for stream in streams if gateway and gateway.streams.pop(stream, None) is not None]
+        if known and self._device:
+            self._device.send(pipe.Stop(gateway_id, known))
+
+    async def _repair(self, data: bytes) -> wire.Message:
+        repair = wire.decode(wire.Repair, data)
+        gateway = self._gateways.get(repair.gateway)
+        if gateway is None or repair.epoch != self._epoch:
+            return wire.Repaired(frames=[], complete=False)
+        frames, complete = gateway.ring.since(repair.first, repair.last)
+        log.info("node.repair", gateway=repair.gateway, first=repair.first, last=repair.last, complete=complete)
+        return wire.Repaired(frames=frames, complete=complete)
+
+    async def _control(self, data: bytes) -> wire.Reply:
+        control = wire.decode(wire.Control, data)
+        if control.model not in self._specs:
+            return wire.Reply(refusal=Refusal.UNKNOWN_MODEL, reason=f"runtime {self._id} has no model {control.model}")
+        if control.op not in ("sleep", "wake"):
+            return wire.Reply(refusal=Refusal.BAD_MESSAGE, reason=f"no operation {control.op!r}: sleep or wake")
+        if self._device is None:
+            return wire.Reply(refusal=Refusal.BUSY, reason=f"runtime {self._id} is starting its device process")
+        self._device.send(pipe.Order(control.model, control.op == "wake"))
+        return wire.Reply()
+
+    async def _gateway_alive(self, data: bytes) -> None:
+        if gateway := self._gateways.get(wire.decode(wire.GatewayAlive, data).gateway):
+            gateway.heard_at = time.monotonic()
+
+    def _spec_changed(self, key: str, value: bytes | None) -> None:
+        if value is None:
+            if self._specs.pop(key, None) and self._device:
+                self._device.send(pipe.Withdraw(key))
+            return
+        spec = wire.decode(wire.EngineSpec, value)
+        if spec != self._specs.get(key):
+            self._specs[key] = spec
+            if self._device:
+                self._device.send(pipe.Place(spec))
+
+    # ── the device process ────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _keep_device(self) -> None:
+        while not self._draining:
+            await self._serve_device()
+            self._device, self._state = None, pipe.State("", 0, {})
+            await self._lose_all("the runtime lost its device process")
+            if not self._draining:
+                log.error("node.device_lost", restart_in_s=RESTART_PAUSE_S)
+                await asyncio.sleep(RESTART_PAUSE_S)
+
+    async def _serve_device(self) -> None:
+        """Start the process and pass on what it says until it is gone."""
+        ours, theirs = pipe.pair()
+        with theirs:
+            process = await self._start_device(theirs.fileno())
+        device = await pipe.NodeEnd.open(ours)
+        try:
+            async for message in device.messages():
+                await self._from_device(message, device)
+        finally:
+            device.close()
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            await process.wait()
+
+    async def _start_device(self, fd: int) -> asyncio.subprocess.Process:
+        settings = self._settings
+        environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "PYTHONUNBUFFERED": "1"}
+        arguments = [str(fd), settings.policy, str(settings.kv_bytes)]
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "runtime.device", *arguments, env=environment, pass_fds=[fd]
+        )
+
+    async def _from_device(self, message: pipe.ToNode, device: pipe.NodeEnd) -> None:
+        match message:
+            case pipe.Ready(engine):
+                self._engine, self._device = engine, device
+                for spec in self._specs.values():
+                    device.send(pipe.Place(spec))
+                log.info("node.ready", engine=engine)
+            case pipe.Made(deltas):
+                for gateway_id, made in deltas.items():
+                    await self._publish(gateway_id, made)
+            case pipe.State():
+                self._state = message
+        if not isinstance(message, pipe.Made):
+            self._lease_due.set()
+
+    async def _publish(self, gateway_id: str, made: list[Delta]) -> None:
+        """One frame, kept for repair. Deltas of streams that were cancelled meanwhile are left out."""
+        gateway = self._gateways[gateway_id]
+        deltas = [delta for delta in made if delta.stream in gateway.streams]
+        if not deltas:
+            return
+        for delta in deltas:
+            if delta.finish is None:
+                gateway.streams[delta.stream] = delta.at + len(delta.tokens)
+            else:
+                del gateway.streams[delta.stream]
+        frame = wire.encode(wire.Frame(runtime=self._id, epoch=self._epoch, seq=gateway.ring.last + 1, deltas=deltas))
+        gateway.ring.keep(frame)
+        await self._send_frame(gateway_id, frame)
+
+    async def _send_frame(self, gateway_id: str, frame: bytes) -> None:
+        try:
+            await self._bus.publish(wire.frame_subject(gateway_id), frame)
+        except BusError as error:  # the gateway sees the gap and asks for repair
+            log.warning("node.frame_not_sent", gateway=gateway_id, error=str(error))
+
+    async def _lose_all(self, error: str) -> None:
+        for gateway_id, gateway in self._gateways.items():
+            lost = [Delta(stream, [], at, Finish.ERROR, error=error) for stream, at in gateway.streams.items()]
+            if lost:
+                await self._publish(gateway_id, lost)
+
+    # ── leases and heartbeats ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _keep_lease(self) -> None:
+        """Every second, and at once when a model moved."""
+        while True:
+            self._lease_due.clear()
+            with contextlib.suppress(BusError):  # NATS is away: the lease runs out, gateways know
+                await self._bus.put(wire.LEASES, self._id, self._lease())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._lease_due.wait(), LEASE_PERIOD_S)
+
+    def _lease(self) -> wire.Lease:
+        return wire.Lease(
+            runtime=self._id,
+            epoch=self._epoch,
+            engine=self._engine if self._device else "",
+            draining=self._draining,
+            holder=self._state.holder,
+            switches=self._state.switches,
+            models=self._state.models,
+        )
+
+    async def _keep_heartbeat(self) -> None:
+        """To every gateway with open streams; those that fell silent while the bus was up lose theirs."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_PERIOD_S)
+            now = time.monotonic()
+            for gateway_id, gateway in list(self._gateways.items()):
+                if not self._bus.connected:
+                    gateway.heard_at = now
+                elif gateway.streams and now - gateway.heard_at > GATEWAY_SILENCE_S:
+                    log.warning("node.gateway_lost", gateway=gateway_id, streams=len(gateway.streams))
+                    self._forget(gateway_id, list(gateway.streams))
+                elif gateway.streams:
+                    beat = wire.Frame(runtime=self._id, epoch=self._epoch, seq=gateway.ring.last)
+                    await self._send_frame(gateway_id, wire.encode(beat))
+                elif now - gateway.heard_at > 60:
+                    del self._gateways[gateway_id]
+
+
+async def serve(settings: RuntimeSettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
+    async with Bus.connect(settings.nats_url, f"runtime-{settings.runtime_id}") as bus:
+        await Node(bus, settings).run(stop)
+
+
+def main() -> int:
+    observe.configure_logs("runtime")
+    try:
+        settings = RuntimeSettings()
+        settings.check()
+        uvloop.run(serve(settings))
+    except (ValueError, BusError) as error:
+        print(f"runtime: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""The pipe between a runtime's two processes: length-prefixed messages over a socket pair.
+
+The device process makes tokens and may not wait for the bus; the node process speaks to the bus and may not touch the
+interpreter lock of the engine. So they are two processes, and this is all they share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import struct
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from store import wire
+
+_LENGTH = struct.Struct("<I")
+MESSAGE_MOST = 256 << 20  # bytes
+SEND_BUFFER = 4 << 20  # bytes the kernel holds while the other side is busy
+
+
+class Place(msgspec.Struct, frozen=True, tag=True):
+    spec: wire.EngineSpec
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag=True):
+    model: str
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    run: wire.Run
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Streams of one gateway nobody wants any more."""
+
+    gateway: str
+    streams: list[int]
+
+
+class Order(msgspec.Struct, frozen=True, tag=True):
+    model: str
+    awake: bool
+
+
+class Quit(msgspec.Struct, frozen=True, tag=True):
+    """End the process after the step that is under way."""
+
+
+ToDevice = Place | Withdraw | Start | Stop | Order | Quit
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The device process can take commands."""
+
+    engine: str
+
+
+class Made(msgspec.Struct, frozen=True, tag=True):
+    """What one step, or one event, made for each gateway."""
+
+    deltas: dict[str, list[wire.Delta]]
+
+
+class State(msgspec.Struct, frozen=True, tag=True):
+    """All models as they are now; sent when something but token counts changed, and every second while working."""
+
+    holder: str
+    switches: int
+    models: dict[str, wire.ModelState]
+
+
+ToNode = Ready | Made | State
+
+_encoder = msgspec.msgpack.Encoder()
+_to_device = msgspec.msgpack.Decoder(ToDevice)
+_to_node = msgspec.msgpack.Decoder(ToNode)
+
+
+def _framed(message: ToDevice | ToNode) -> bytes:
+    data = _encoder.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """(node's end, device's end)."""
+    node, device = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    for end in (node, device):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    return node, device
+
+
+class DeviceEnd:
+    """The device's end: never blocks but in `wait`. What the kernel does not take at once is kept and sent later."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._in = bytearray()
+        self._out = bytearray()
+        self._poll = select.poll()
+        self.closed = False
+
+    @property
+    def backlog(self) -> int:
+        """Bytes not taken by the kernel yet."""
+        return len(self._out)
+
+    def send(self, message: ToNode) -> None:
+        self._out += _framed(message)
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._out:
+                del self._out[: self._socket.send(self._out)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.closed = True
+
+    def receive(self) -> list[ToDevice]:
+        """What has arrived, without waiting."""
+        try:
+            while data := self._socket.recv(1 << 20):
+                self._in += data
+            self.closed = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.closed = True
+        return self._messages()
+
+    def _messages(self) -> list[ToDevice]:
+        messages: list[ToDevice] = []
+        start = 0
+        while len(self._in) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._in, start)
+            end = start + _LENGTH.size + length
+            if len(self._in) < end:
+                break
+            messages.append(_to_device.decode(memoryview(self._in)[start + _LENGTH.size : end].tobytes()))
+            start = end
+        if start:
+            del self._in[:start]
+        return messages
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Until there is something to receive, the backlog can move, or the time is up."""
+        self._poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._out else 0))
+        self._poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1e3)
+        if self._out:
+            self.flush()
+
+
+class NodeEnd:
+    """The node's end, for asyncio."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def open(cls, end: socket.socket) -> NodeEnd:
+        reader, writer = await asyncio.open_unix_connection(sock=end, limit=MESSAGE_MOST)
+        return cls(reader, writer)
+
+    def send(self, message: ToDevice) -> None:
+        self._writer.write(_framed(message))
+
+    async def messages(self) -> AsyncIterator[ToNode]:
+        """Ends when the device process is gone."""
+        try:
+            while True:
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                yield _to_node.decode(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,33 @@
+"""The last frames sent to each gateway, kept so that one that missed some can have them again. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+FRAMES_MOST = 4096
+BYTES_MOST = 8 << 20
+
+
+@dataclass(slots=True)
+class Ring:
+    """Frames `last - len + 1 .. last`, oldest first, bounded in number and bytes."""
+
+    last: int = 0  # seq of the newest frame; 0: none yet
+    _frames: deque[bytes] = field(default_factory=deque)
+    _bytes: int = 0
+
+    def keep(self, frame: bytes) -> None:
+        """`frame` carries seq `last + 1`."""
+        self.last += 1
+        self._frames.append(frame)
+        self._bytes += len(frame)
+        while len(self._frames) > FRAMES_MOST or self._bytes > BYTES_MOST:
+            self._bytes -= len(self._frames.popleft())
+
+    def since(self, first: int, last: int) -> tuple[list[bytes], bool]:
+        """Frames `first..last` that are still here, and whether that is all of them."""
+        oldest = self.last - len(self._frames) + 1
+        start, end = max(first, oldest), min(last, self.last)
+        frames = [self._frames[seq - oldest] for seq in range(start, end + 1)]
+        return frames, start == first and end == last
