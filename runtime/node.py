@@ -32,6 +32,7 @@ HEARTBEAT_PERIOD_S = 0.5
 GATEWAY_SILENCE_S = 2.0  # then its streams are cancelled
 STREAMS_MOST = 4096  # open at once; more are refused as BUSY
 RESTART_PAUSE_S = 0.2
+RING_KEPT_S = 60.0  # after the gateway's last sign
 
 
 @dataclass(slots=True)
@@ -102,7 +103,7 @@ class Node:
         gateway.heard_at = time.monotonic()
         gateway.streams[run.stream] = 0
         self._device.send(pipe.Start(run))
-        return wire.Reply()
+        return wire.Reply(epoch=self._epoch, seq=gateway.ring.last)
 
     def _refusal(self, run: wire.Run) -> wire.Reply | None:
         state = self._state.models.get(run.model)
@@ -281,8 +282,8 @@ class Node:
                 elif gateway.streams:
                     beat = wire.Frame(runtime=self._id, epoch=self._epoch, seq=gateway.ring.last)
                     await self._send_frame(gateway_id, wire.encode(beat))
-                elif now - gateway.heard_at > 60:
-                    del self._gateways[gateway_id]
+                elif now - gateway.heard_at > RING_KEPT_S:
+                    gateway.ring.clear()
 
 
 async def serve(settings: RuntimeSettings) -> None:

@@ -1,4 +1,4 @@
-"""What a process says of itself: structured logs with a closed set of fields. Prompts and completions are never among them."""
+"""What a process says of itself: structured logs. Prompts and completions are never in them."""
 
 from __future__ import annotations
 

@@ -25,6 +25,11 @@ class Ring:
         while len(self._frames) > FRAMES_MOST or self._bytes > BYTES_MOST:
             self._bytes -= len(self._frames.popleft())
 
+    def clear(self) -> None:
+        """Nobody will ask any more; the numbering goes on."""
+        self._frames.clear()
+        self._bytes = 0
+
     def since(self, first: int, last: int) -> tuple[list[bytes], bool]:
         """Frames `first..last` that are still here, and whether that is all of them."""
         oldest = self.last - len(self._frames) + 1

@@ -103,10 +103,12 @@ class Refusal(IntEnum):
 
 
 class Reply(Message, frozen=True, kw_only=True, tag=True):
-    """The answer every command gets."""
+    """The answer every command gets. To a Run it also says where the runtime's frames to this gateway stand."""
 
     refusal: Refusal | None = None
     reason: str = ""
+    epoch: int = 0
+    seq: int = 0  # of the last frame sent
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag=True):
@@ -240,6 +242,11 @@ _decoders: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {}
 
 class WireError(ValueError):
     """A message that is not what its subject promises: names the type, and what was wrong."""
+
+
+def replace(message: M, **changes: Any) -> M:
+    """A copy with other values."""
+    return msgspec.structs.replace(message, **changes)
 
 
 def encode(message: Message) -> bytes:

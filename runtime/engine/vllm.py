@@ -9,20 +9,13 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import Any
+from typing import cast
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # cores live in this process
-    VLLM_NO_USAGE_STATS="1",
-    DO_NOT_TRACK="1",
-    HF_HUB_OFFLINE="1",
-    TRANSFORMERS_OFFLINE="1",
-)
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; superseded by kv_cache_memory_bytes of each engine
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # cores live in this process
 
-import vllm
-from vllm.engine.arg_utils import EngineArgs
+from runtime.engine.settings import check_version, engine_args  # isort: skip  (sets vLLM's environment, so: first)
+
+from pydantic import ValidationError
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -34,37 +27,7 @@ from runtime.engine.base import BadRequest, Engine, EngineError, Output
 from runtime.request import RequestId
 from store.wire import EngineSpec, Finish
 
-VERSION_LEAST, VERSION_BELOW = (0, 32, 0), (0, 33, 0)
 INLINE_MOST = 1 << 62  # bytes: arrays always inside the one buffer we ship
-
-
-def check_version() -> str:
-    """The engine's name on the wire. Raises EngineError outside the range this adapter was tested with."""
-    parts = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:3] if part.isdigit())
-    if not VERSION_LEAST <= parts < VERSION_BELOW:
-        least, below = (".".join(map(str, version)) for version in (VERSION_LEAST, VERSION_BELOW))
-        raise EngineError(
-            f"vLLM {vllm.__version__} is installed, this build works with >= {least}, < {below}: `make setup`"
-        )
-    return f"vllm-{vllm.__version__.split('+')[0]}"
-
-
-def engine_args(spec: EngineSpec, **settings: Any) -> EngineArgs:
-    """The settings both halves of vLLM must agree on: the runtime's core and the gateway's front are built from this."""
-    return EngineArgs(
-        model=spec.path,
-        tokenizer=spec.path,
-        dtype=spec.dtype,  # type: ignore[arg-type]
-        max_model_len=spec.max_model_len,
-        load_format="safetensors",
-        trust_remote_code=False,
-        enforce_eager=True,
-        async_scheduling=False,  # a step is a step: nothing may be in flight when the turn ends
-        enable_prefix_caching=True,
-        disable_log_stats=True,
-        seed=0,
-        **settings,
-    )
 
 
 class Builder:
@@ -134,10 +97,10 @@ class VllmEngine:
                 new_prompt_logprobs_tensors=output.new_prompt_logprobs_tensors,
             )
         )
-        return bytes(data)
+        return bytes(cast(bytes, data))
 
     def close(self) -> None:
-        """Everything of this core and nothing of the others: `EngineCore.shutdown` would end the shared process groups."""
+        """Everything of this core and nothing of the others: `EngineCore.shutdown` would end the groups all share."""
         core, self._core = self._core, None  # type: ignore[assignment]
         core.structured_output_manager.clear_backend()
         core.scheduler.shutdown()
@@ -152,5 +115,7 @@ class VllmEngine:
 
 def _first_line(error: Exception) -> str:
     """One sentence for a client: vLLM's messages may span pages and name internals below the first line."""
+    if isinstance(error, ValidationError):
+        return str(error.errors()[0]["msg"])[:500]
     text = str(error).strip().splitlines()
     return text[0][:500] if text else type(error).__name__

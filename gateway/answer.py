@@ -1,0 +1,119 @@
+"""How a response leaves: our headers, metering what was sent, and errors that keep their promise.
+
+vLLM commits to status 200 before it knows whether there will be a first token. `Answer` holds the head of the response
+back until the first piece of the body is there: a failure before the first token has a real status code, a failure
+after it is one `data: {"error": ...}` and no `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+from starlette.types import Message, Send
+
+from gateway.front import Served
+from gateway.meter import Meter
+
+KEEP_ALIVE_S = 5.0  # a streaming client that has heard nothing hears an SSE comment this often
+SEND_DEADLINE_S = 60.0  # a client that reads nothing for so long is dropped
+_ERROR = b'data: {"error"'
+_DONE = b"data: [DONE]"
+
+
+class _Error(msgspec.Struct):
+    message: str
+    type: str = "InternalServerError"
+    param: str | None = None
+    code: int | str | None = 500
+
+
+class _ErrorEvent(msgspec.Struct):
+    error: _Error
+
+
+class Answer:
+    """The ASGI `send` that vLLM's response is given."""
+
+    def __init__(self, send: Send, served: Served, meter: Meter, headers: dict[str, str]) -> None:
+        self._send, self._served, self._meter, self._headers = send, served, meter, headers
+        self._head: Message | None = None  # held back
+        self._began_at = time.monotonic()
+        self._dropping = False  # an error was sent: nothing may follow
+        self.started = self.failed = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._head = message
+            kind = dict(message["headers"]).get(b"content-type", b"")
+            self._served.streaming = kind.startswith(b"text/event-stream")
+            self.failed = message["status"] >= 400
+        elif message["type"] == "http.response.body":
+            await (self._event(message) if self._served.streaming else self._whole(message))
+
+    async def _event(self, message: Message) -> None:
+        """One server-sent event, or the end of them."""
+        body, more = message.get("body", b""), message.get("more_body", False)
+        if body.startswith(_ERROR):
+            self.failed = True
+            if not self.started:
+                await self._plain_error(body)
+                return
+        elif self.failed and body.startswith(_DONE):
+            body = b""
+        if self._dropping or not (body or not more):
+            return
+        await self._start()
+        await self._out(body, more)
+
+    async def _plain_error(self, event: bytes) -> None:
+        """The first thing to say is an error: say it as HTTP does."""
+        error = msgspec.json.decode(event.removeprefix(b"data: "), type=_ErrorEvent).error
+        status = error.code if isinstance(error.code, int) and 400 <= error.code < 600 else 500
+        assert self._head is not None
+        body = msgspec.json.encode({"error": {**msgspec.structs.asdict(error), "code": str(status)}})
+        self._head["status"] = status
+        self._head["headers"] = [(b"content-type", b"application/json")]
+        if status == 503:
+            self._head["headers"].append((b"retry-after", b"2"))
+        await self._start()
+        await self._out(body, False)
+        self._dropping = True
+
+    async def _whole(self, message: Message) -> None:
+        """A response in one piece: delivered when its last byte is handed over."""
+        more = message.get("more_body", False)
+        await self._start()
+        await self._out(message.get("body", b""), more)
+        if not more and not self.failed:
+            self._served.call.output_tokens = self._served.made_tokens
+            self._meter.count(self._served.call)
+
+    async def _start(self) -> None:
+        if self.started:
+            return
+        self.started = True
+        assert self._head is not None
+        waited_ms = round((time.monotonic() - self._began_at) * 1e3)
+        headers = {**self._headers, "x-staccato-queue-ms": str(waited_ms)}
+        if headers["x-staccato-cold"] != "none":
+            headers["x-staccato-wake-ms"] = str(waited_ms)
+        if self._served.streaming and not self.failed:
+            headers["x-accel-buffering"] = "no"
+        extra = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({**self._head, "headers": [*self._head["headers"], *extra]})
+
+    async def _out(self, body: bytes, more: bool) -> None:
+        async with asyncio.timeout(SEND_DEADLINE_S):
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def keep_alive(self) -> None:
+        """Until cancelled: tell a streaming client that waits for its first token that we are still there."""
+        while not self.failed and not self._dropping:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if self._head is not None and self._served.streaming and not self._served.made_tokens:
+                await self._start()
+                await self._out(b": waiting for the model\n\n", True)
+            elif self._served.made_tokens:
+                return

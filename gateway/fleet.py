@@ -1,0 +1,102 @@
+"""The runtimes as this gateway sees them: their leases, what they hold, and which of them should take a request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from store import wire
+from store.bus import LEASE_TTL_S, Bus, BusError
+from store.wire import Residency
+
+
+class Fleet:
+    """A view kept by watching leases. A lease not renewed for its TTL is gone, whoever forgot to say so."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._leases: dict[str, tuple[wire.Lease, float]] = {}
+        self._on_change: list[Callable[[], None]] = []
+        self._changed = asyncio.Event()
+
+    async def start(self) -> None:
+        await self._bus.watch(wire.LEASES, self._lease_changed)
+
+    @property
+    def leases(self) -> dict[str, wire.Lease]:
+        """Of the runtimes that are alive, by id."""
+        now = time.monotonic()
+        return {id: lease for id, (lease, at) in sorted(self._leases.items()) if now - at < LEASE_TTL_S}
+
+    def states(self, key: str) -> dict[str, wire.ModelState]:
+        """Where the model is, by runtime id."""
+        return {id: lease.models[key] for id, lease in self.leases.items() if key in lease.models}
+
+    def choose(self, key: str, avoid: frozenset[str] = frozenset()) -> str | None:
+        """The runtime to try: one that has the model resident, then the one with the fewest requests.
+
+        This is the simple rule that needs no scheduler; None when no runtime can take the model now.
+        """
+        candidates = [
+            (state.residency is not Residency.RESIDENT, state.running + state.waiting, id)
+            for id, state in self.states(key).items()
+            if id not in avoid and not self.leases[id].draining and state.residency is not Residency.FAILED
+        ]
+        return min(candidates)[2] if candidates else None
+
+    def failure(self, key: str) -> str | None:
+        """Why the model can't be served, when every runtime that knows it says so."""
+        states = list(self.states(key).values())
+        failed = [state.error for state in states if state.residency is Residency.FAILED]
+        return failed[0] if failed and len(failed) == len(states) else None
+
+    async def change(self, timeout_s: float) -> None:
+        """Until some lease changed, or the time is up."""
+        changed = self._changed
+        try:
+            await asyncio.wait_for(changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        self._on_change.append(callback)
+
+    def _lease_changed(self, id: str, value: bytes | None) -> None:
+        if value is None:
+            self._leases.pop(id, None)
+        else:
+            self._leases[id] = (wire.decode(wire.Lease, value), time.monotonic())
+        self._changed.set()
+        self._changed = asyncio.Event()
+        for callback in self._on_change:
+            callback()
+
+    # ── orders ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def put(self, spec: wire.EngineSpec) -> None:
+        """Every runtime is to be able to serve it. Raises BusError."""
+        await self._bus.put(wire.MODELS, spec.key, spec)
+
+    async def delete(self, key: str) -> None:
+        """Raises BusError."""
+        await self._bus.delete(wire.MODELS, key)
+
+    async def keys(self) -> list[str]:
+        """What the runtimes were told to serve."""
+        return await self._bus.keys(wire.MODELS)
+
+    async def control(self, key: str, op: str) -> wire.Reply:
+        """Ask every runtime that has the model to put it to sleep or wake it; the first refusal, or consent."""
+        runtimes = list(self.states(key))
+        if not runtimes:
+            return wire.Reply(refusal=wire.Refusal.UNKNOWN_MODEL, reason="no runtime has the model yet")
+        for id in runtimes:
+            try:
+                subject = wire.control_subject(id)
+                reply = wire.decode(wire.Reply, await self._bus.request(subject, wire.Control(model=key, op=op)))
+            except BusError as error:
+                return wire.Reply(refusal=wire.Refusal.BUSY, reason=str(error))
+            if reply.refusal is not None:
+                return reply
+        return wire.Reply()

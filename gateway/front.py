@@ -1,0 +1,364 @@
+"""vLLM's front half, one per artefact and settings: templates, tokeniser, OpenAI objects, detokeniser, parsers.
+
+With runtime/engine the only place that knows vLLM's inside. vLLM's own serving classes run unchanged on top of
+`BusLLM`, an AsyncLLM whose engine core is somewhere on the bus. One FastAPI app with vLLM's routes serves every front:
+its handlers find their objects in `request.app.state`, and we put the front that the request is for there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from runtime.engine.settings import check_version, engine_args  # isort: skip  (sets vLLM's environment, so: first)
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm import ModelRegistry
+from vllm.config import VllmConfig
+from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
+from vllm.entrypoints.generate.api_router import init_generate_state
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.openai.chat_completion.api_router import attach_router as attach_chat
+from vllm.entrypoints.openai.completion.api_router import attach_router as attach_completions
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.openai.responses.api_router import attach_router as attach_responses
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.entrypoints.serve.tokenize.api_router import attach_router as attach_tokenize
+from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+from vllm.exceptions import GracefulHTTPError
+from vllm.outputs import RequestOutput
+from vllm.renderers import renderer_from_config
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from gateway.fleet import Fleet
+from gateway.meter import Call, Meter
+from gateway.relay import Refused, Relay
+from store import wire
+from store.bus import BusError, TooLarge
+from store.wire import Delta, EngineSpec, Finish, Refusal
+
+FRONTS_MOST = 64
+HOLD_POLL_S = 0.5
+INLINE_MOST = 1 << 62  # bytes: arrays always inside the one buffer we ship
+
+
+def supported_architectures() -> frozenset[str]:
+    """What vLLM can serve, by the names in a model's config.json."""
+    return frozenset(ModelRegistry.get_supported_archs())
+
+
+@dataclass(slots=True)
+class Served:
+    """What vLLM's code below must know of the request it works for, though it never passes it on."""
+
+    name: str  # the deployment's, as the client said it
+    cache_salt: str  # of the tenant: prefixes are never shared across tenants
+    call: Call
+    deadline: float  # monotonic; a model must take the request until then
+    streaming: bool = False
+    made_tokens: int = 0  # handed to the code that writes the response
+
+
+SERVED: ContextVar[Served] = ContextVar("served")
+
+
+@dataclass(frozen=True)
+class Deps:
+    """What every front shares."""
+
+    relay: Relay
+    fleet: Fleet
+    meter: Meter
+    gateway: str
+
+
+# ── the engine core that is elsewhere ─────────────────────────────────────────────────────────────────────────────────
+
+
+class _Alive:
+    engine_dead = False
+
+
+class BusCore:
+    """Stands where vLLM's AsyncMPClient stands: requests go out, outputs come in, over the relay."""
+
+    engine_ranks_managed = (0,)
+    resources = _Alive()
+
+    def __init__(self, deps: Deps, model: str) -> None:
+        self._deps, self._model = deps, model
+        self._engine = check_version()
+        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()  # drained every loop turn by output_handler
+        self._request_of: dict[int, str] = {}
+        self._stream_of: dict[str, int] = {}
+        self._encoder = MsgpackEncoder(size_threshold=INLINE_MOST)
+        self._decoder = MsgpackDecoder(EngineCoreOutput)
+        self.llm: BusLLM | None = None
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self._outputs.get()
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        streams = [stream for id in request_ids if (stream := self._forget(id)) is not None]
+        await self._deps.relay.cancel(streams)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Nothing to end: the core is not ours."""
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Raises GracefulHTTPError with the status the client is to see."""
+        served = SERVED.get()
+        request.cache_salt, request.priority = served.cache_salt, 0
+        (payload,) = self._encoder.encode(request)
+        sampling = request.sampling_params
+        run = wire.Run(
+            gateway=self._deps.gateway,
+            stream=0,
+            model=self._model,
+            request=served.call.opened.request,
+            attempt=served.call.opened.attempt,
+            prompt_tokens=len(request.prompt_token_ids or ()),
+            max_tokens=(sampling.max_tokens if sampling else None) or 0,
+            payload=bytes(payload),
+            engine=self._engine,
+        )
+        await self._place(run, request.request_id, served.deadline)
+
+    async def _place(self, run: wire.Run, request_id: str, deadline: float) -> None:
+        """Try runtimes until one takes it or the time is up."""
+        fleet, avoid, last = self._deps.fleet, set[str](), "no runtime is up that can serve the model"
+        while True:
+            if failure := fleet.failure(self._model):
+                raise GracefulHTTPError(failure, HTTPStatus.SERVICE_UNAVAILABLE)
+            if runtime := fleet.choose(self._model, frozenset(avoid)):
+                stream = self._deps.relay.number()
+                self._request_of[stream], self._stream_of[request_id] = request_id, stream
+                try:
+                    await self._deps.relay.run(runtime, wire.replace(run, stream=stream), self)
+                    return
+                except TooLarge as error:
+                    self._forget(request_id)
+                    raise GracefulHTTPError(str(error), HTTPStatus.REQUEST_ENTITY_TOO_LARGE) from error
+                except (Refused, BusError) as error:
+                    self._forget(request_id)
+                    avoid.add(runtime)
+                    last = str(error)
+                    if isinstance(error, Refused) and error.refusal is Refusal.BAD_MESSAGE:
+                        raise GracefulHTTPError(last, HTTPStatus.INTERNAL_SERVER_ERROR) from error
+                    continue
+                except asyncio.CancelledError:
+                    self._forget(request_id)
+                    raise
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise GracefulHTTPError(f"the request waited its longest time: {last}", HTTPStatus.SERVICE_UNAVAILABLE)
+            await fleet.change(min(left_s, HOLD_POLL_S))
+            avoid.clear()
+
+    def _forget(self, request_id: str) -> int | None:
+        stream = self._stream_of.pop(request_id, None)
+        if stream is not None:
+            self._request_of.pop(stream, None)
+        return stream
+
+    # ── Sink ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        outputs = []
+        for delta in deltas:
+            request_id = self._request_of.get(delta.stream)
+            if request_id is None:
+                continue
+            if delta.finish is not None:
+                self._forget(request_id)
+            if delta.finish is Finish.ERROR:
+                assert self.llm is not None
+                self.llm.fail(request_id, delta.error or "the engine ended the request with an error")
+            else:
+                outputs.append(self._output(request_id, delta))
+        if outputs:
+            self._outputs.put_nowait(EngineCoreOutputs(outputs=outputs))
+
+    def _output(self, request_id: str, delta: Delta) -> EngineCoreOutput:
+        output = self._decoder.decode(delta.logprobs) if delta.logprobs else EngineCoreOutput("", [])
+        output.request_id, output.new_token_ids = request_id, delta.tokens
+        output.finish_reason = None if delta.finish is None else FinishReason(int(delta.finish))
+        output.stop_reason = delta.stop_reason
+        if delta.at == 0:
+            output.prefill_stats = PrefillStats(num_cached_tokens=delta.cached_tokens)
+        return output
+
+
+class BusLLM(AsyncLLM):
+    """AsyncLLM without an engine of its own: what its constructor makes, but for the core, which is on the bus."""
+
+    def __init__(self, config: VllmConfig, core: BusCore, meter: Meter) -> None:
+        self.vllm_config = config
+        self.model_config = config.model_config
+        self.scheduler_config = config.scheduler_config
+        self.observability_config = config.observability_config
+        self.log_requests = self.log_stats = False
+        self.admission_stats = None
+        self.renderer = renderer_from_config(config)
+        self.input_processor = InputProcessor(config, self.renderer)
+        self.output_processor = OutputProcessor(
+            self.renderer.tokenizer, log_stats=False, stream_interval=config.scheduler_config.stream_interval
+        )
+        self.engine_core = core  # type: ignore[assignment]
+        self.logger_manager = None
+        self.output_handler = None
+        self.profiler = None
+        core.llm = self
+        self._meter = meter
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        """Counts for the call what the consumer took: when it asks for more, what it had is on its way to the client."""
+        served = SERVED.get()
+        prompt_counted = False
+        async for output in super().generate(*args, **kwargs):
+            if not prompt_counted:
+                prompt_counted = True
+                served.call.prompt_tokens += len(output.prompt_token_ids or ())
+                served.call.cached_tokens += output.num_cached_tokens or 0
+            yield output
+            served.made_tokens += sum(len(choice.token_ids) for choice in output.outputs)
+            for choice in output.outputs:
+                served.call.finish = choice.finish_reason or served.call.finish
+            if served.streaming:
+                served.call.output_tokens = served.made_tokens
+                self._meter.count(served.call)
+
+    def fail(self, request_id: str, error: str) -> None:
+        """End one request with an error its client will see."""
+        state = self.output_processor.request_states.get(request_id)
+        if state is None:
+            return
+        queue = state.queue
+        self.output_processor.abort_requests((request_id,), internal=True)
+        if queue is not None:
+            queue.put(GracefulHTTPError(error, HTTPStatus.SERVICE_UNAVAILABLE))
+
+
+class NamedModels(OpenAIServingModels):
+    """One front serves deployments of many names: the name is the one the client used."""
+
+    def is_base_model(self, model_name: str) -> bool:
+        return True
+
+    def model_name(self, lora_request: Any = None) -> str:
+        return SERVED.get().name
+
+
+# ── fronts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Dressing:
+    """How a deployment wants its model's output read: names of vLLM's parsers."""
+
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+
+
+class Front:
+    """Everything vLLM's handlers look for, for one artefact under one set of settings. Named `app` in their scope."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+
+def _build_llm(spec: EngineSpec, deps: Deps) -> BusLLM:
+    config = engine_args(spec).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    return BusLLM(config, BusCore(deps, spec.key), deps.meter)
+
+
+async def _build_front(spec: EngineSpec, dressing: Dressing, deps: Deps) -> Front:
+    llm = await asyncio.to_thread(_build_llm, spec, deps)  # reads files; the first of an architecture takes seconds
+    arguments = ["--model", spec.path, "--max-model-len", str(spec.max_model_len), "--enable-prompt-tokens-details"]
+    if dressing.tool_parser:
+        arguments += ["--enable-auto-tool-choice", "--tool-call-parser", dressing.tool_parser]
+    if dressing.reasoning_parser:
+        arguments += ["--reasoning-parser", dressing.reasoning_parser]
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    state = State()
+    state.engine_client, state.vllm_config, state.args, state.tool_server = llm, llm.vllm_config, args, None
+    state.openai_serving_models = NamedModels(llm, [BaseModelPath(name=spec.key, model_path=spec.path)])
+    state.online_renderer = OnlineRenderer(
+        llm.model_config,
+        llm.renderer,
+        request_logger=None,
+        chat_template=None,
+        chat_template_content_format="auto",
+        enable_auto_tools=bool(dressing.tool_parser),
+        tool_parser=dressing.tool_parser,
+        reasoning_parser=dressing.reasoning_parser,
+    )
+    await asyncio.to_thread(state.online_renderer.warmup)
+    state.serving_tokenization = ServingTokenization(
+        state.openai_serving_models, state.online_renderer, chat_template=None, chat_template_content_format="auto"
+    )
+    await init_generate_state(llm, state, args, None, ("generate",), {})
+    state.enable_server_load_tracking = False
+    return Front(state)
+
+
+class Fronts:
+    """The fronts in use, the least recently used dropped first, and the app that runs them."""
+
+    def __init__(self, deps: Deps) -> None:
+        self._deps = deps
+        self._fronts: OrderedDict[tuple[str, Dressing], asyncio.Task[Front]] = OrderedDict()
+        self._app = _vllm_app()
+
+    async def get(self, spec: EngineSpec, tool_parser: str | None, reasoning_parser: str | None) -> Front:
+        """Built on first use; the parsers are named as vLLM names them. Raises what vLLM raises for a bad model."""
+        dressing = Dressing(tool_parser, reasoning_parser)
+        key = (spec.key, dressing)
+        task = self._fronts.get(key)
+        if task is None:
+            task = self._fronts[key] = asyncio.create_task(_build_front(spec, dressing, self._deps))
+        self._fronts.move_to_end(key)
+        try:
+            front = await asyncio.shield(task)
+        except Exception:
+            self._fronts.pop(key, None)
+            raise
+        while len(self._fronts) > FRONTS_MOST:
+            self._fronts.popitem(last=False)
+        return front
+
+    async def handle(self, front: Front, served: Served | None, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let vLLM answer; `served` is None for what generates nothing. To be run in a task of its own."""
+        if served is not None:
+            SERVED.set(served)
+        await self._app({**scope, "app": front}, receive, send)
+
+
+def _vllm_app() -> ASGIApp:
+    """vLLM's routes and error handlers, below the point where an app would put itself into the scope."""
+    app = FastAPI(openapi_url=None)
+    for attach in (attach_chat, attach_completions, attach_responses, attach_messages, attach_tokenize):
+        app.state.args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+        attach(app)
+    init_exception_handler(app)
+    return app.build_middleware_stack()

@@ -1,0 +1,303 @@
+"""The tenant's OpenAI endpoints: who asks, for which deployment, is it there; then vLLM answers, and we meter.
+
+Routes: `/v1/...` (the key says the tenant) and `/t/{tenant}/v1/...`. A raw ASGI app: nothing of a framework stands
+between vLLM's response and the socket but `Answer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import time
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+import uuid_utils
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from gateway.answer import Answer
+from gateway.auth import Auth, Caller, Target
+from gateway.fleet import Fleet
+from gateway.front import Front, Fronts, Served
+from gateway.limits import Disconnected, TooLong, TooSlow, read_body
+from gateway.meter import Call, Meter, MeterFull
+from store import wire
+from store.wire import Residency
+
+log = structlog.get_logger()
+
+# Our path → vLLM's. What is not here is not offered: vLLM has routes that are not for tenants.
+GENERATING = {path: path for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")}
+REPEATING = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
+HOLD_POLL_S = 0.5
+
+
+class Refusal(Exception):
+    """An answer that vLLM does not give, in OpenAI's dialect."""
+
+    def __init__(self, status: int, message: str, code: str, param: str | None = None, retry_after_s: int = 0) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
+
+    def response(self, request_id: str) -> Response:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        headers = {"x-request-id": request_id}
+        if self.retry_after_s:
+            headers["retry-after"] = str(self.retry_after_s)
+        return JSONResponse({"error": error}, self.status, headers)
+
+
+class Ask(msgspec.Struct):
+    """The part of a body that concerns us; vLLM reads the rest."""
+
+    model: str | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    body_bytes: int
+    body_deadline_s: float
+    hold_deadline_s: float
+
+
+@dataclass
+class Inference:
+    """The ASGI app mounted at `/v1` and `/t`."""
+
+    auth: Auth
+    fleet: Fleet
+    fronts: Fronts
+    meter: Meter
+    limits: Limits
+    salt: bytes  # secret: cache salts are derived from it
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        request_id = str(uuid_utils.uuid7())
+        try:
+            response = await self._answer(request, send, request_id)
+        except Refusal as refusal:
+            response = refusal.response(request_id)
+        except Disconnected:
+            return
+        if response is not None:
+            await response(scope, receive, send)
+
+    async def _answer(self, request: Request, send: Send, request_id: str) -> Response | None:
+        """The response, or None when it was sent already."""
+        tenant, path = _split(request.scope["path"])
+        caller = await self._caller(request, tenant)
+        if path == "/v1/models" or path.startswith("/v1/models/"):
+            _allow(request, "GET")
+            return await self._models(caller, path.removeprefix("/v1/models").strip("/"))
+        route = GENERATING.get(path) or REPEATING.get(path)
+        if route is None:
+            raise Refusal(404, f"there is no {path} here", "not_found")
+        _allow(request, "POST")
+        body = await self._body(request)
+        name = _model(body)
+        target = await self._target(caller, name)
+        deadline = time.monotonic() + min(self.limits.hold_deadline_s, _prefer_wait_s(request))
+        cold = await self._hold(target, deadline)
+        front = await self._front(target)
+        exchange = Exchange(request, send, request_id, route, body)
+        if path in REPEATING:
+            await exchange.pass_on(self.fronts, front, None, send)
+            return None
+        call = self._open(request_id, caller, target)
+        served = Served(name, self._cache_salt(caller), call, deadline)
+        headers = {"x-request-id": request_id, "x-staccato-cold": cold}
+        await self._serve(exchange, front, served, Answer(send, served, self.meter, headers))
+        return None
+
+    # ── who and what ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _caller(self, request: Request, tenant: str | None) -> Caller:
+        caller = await self.auth.caller(request.headers)
+        if caller is None:
+            raise Refusal(401, "no valid API key: send `Authorization: Bearer KEY`", "invalid_api_key")
+        if tenant is not None:
+            caller = await self.auth.within(caller, tenant)
+            if caller is None:
+                raise Refusal(404, "there is no such endpoint", "not_found")
+        if caller.tenant_id is None:
+            raise Refusal(404, "the admin key has no tenant of its own: use /t/TENANT/v1", "not_found")
+        return caller
+
+    async def _body(self, request: Request) -> bytes:
+        try:
+            return await read_body(request.receive, self.limits.body_bytes, self.limits.body_deadline_s)
+        except TooLong as error:
+            raise Refusal(413, str(error), "request_too_large") from error
+        except TooSlow as error:
+            raise Refusal(408, str(error), "request_timeout") from error
+
+    async def _target(self, caller: Caller, name: str) -> Target:
+        assert caller.tenant_id is not None
+        target = await self.auth.deployment(caller.tenant_id, name)
+        if target is None:
+            raise Refusal(404, f"there is no deployment {name!r}", "model_not_found", "model")
+        return target
+
+    async def _models(self, caller: Caller, name: str) -> Response:
+        assert caller.tenant_id is not None
+        if name:
+            target = await self._target(caller, name)
+            return JSONResponse(_card(name, target))
+        targets = await self.auth.deployments(caller.tenant_id)
+        return JSONResponse({"object": "list", "data": [_card(target.name, target) for target in targets]})
+
+    def _cache_salt(self, caller: Caller) -> str:
+        """Prefix caches are shared within a tenant only, and nobody can guess another's salt."""
+        return hmac.new(self.salt, str(caller.tenant_id).encode(), hashlib.sha256).hexdigest()[:32]
+
+    # ── the model ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _hold(self, target: Target, deadline: float) -> str:
+        """Wait until some runtime can take it; how cold it is: none, host or disk."""
+        while True:
+            if failure := self.fleet.failure(target.spec.key):
+                raise Refusal(503, f"the model can't be served: {failure}", "model_failed", retry_after_s=30)
+            if runtime := self.fleet.choose(target.spec.key):
+                resident = self.fleet.states(target.spec.key)[runtime].residency is Residency.RESIDENT
+                return "none" if resident else "disk"
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise Refusal(503, "no runtime can serve the model now", "no_runtime", retry_after_s=2)
+            await self.fleet.change(min(left_s, HOLD_POLL_S))
+
+    async def _front(self, target: Target) -> Front:
+        try:
+            return await self.fronts.get(target.spec, target.tool_parser, target.reasoning_parser)
+        except Exception as error:
+            log.error("inference.front_failed", model=target.spec.key, error=type(error).__name__)
+            raise Refusal(503, "the model's tokenizer or template can't be read", "model_failed") from error
+
+    # ── serving ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _open(self, request_id: str, caller: Caller, target: Target) -> Call:
+        now = time.time()
+        usage = wire.Usage(
+            request=request_id,
+            attempt=1,
+            seq=0,
+            final=False,
+            tenant_id=str(caller.tenant_id),
+            key_id=caller.key_id or "admin",
+            deployment_id=target.deployment_id,
+            deployment=target.name,
+            revision=target.revision,
+            model=target.spec.key,
+            prompt_tokens=0,
+            cached_tokens=0,
+            output_tokens=0,
+            started_at=now,
+            ended_at=now,
+            finish="open",
+        )
+        try:
+            return self.meter.open(usage)
+        except MeterFull as error:
+            raise Refusal(503, str(error), "overloaded", retry_after_s=2) from error
+
+    async def _serve(self, exchange: Exchange, front: Front, served: Served, answer: Answer) -> None:
+        finish = "error"
+        keep_alive = asyncio.create_task(answer.keep_alive())
+        try:
+            complete = await exchange.pass_on(self.fronts, front, served, answer.send)
+            finish = "cancelled" if not complete else "error" if answer.failed else served.call.finish
+        finally:
+            keep_alive.cancel()
+            self.meter.close(served.call, finish)
+
+
+class Exchange:
+    """One HTTP request whose body was read, and the watch for its client going away."""
+
+    def __init__(self, request: Request, send: Send, request_id: str, route: str, body: bytes) -> None:
+        self._receive = request.receive
+        self._body: bytes | None = body
+        self._gone = asyncio.Event()
+        headers = [(name, value) for name, value in request.scope["headers"] if name != b"x-request-id"]
+        headers.append((b"x-request-id", request_id.encode()))
+        self._scope = {**request.scope, "path": route, "raw_path": route.encode(), "root_path": "", "headers": headers}
+
+    async def pass_on(self, fronts: Fronts, front: Front, served: Served | None, send: Send) -> bool:
+        """Let vLLM answer; False when the client went away before the end."""
+        answering = asyncio.create_task(fronts.handle(front, served, self._scope, self._replay, send))
+        watching = asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait([answering, watching], return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+                return True
+            return False
+        except (TimeoutError, OSError):  # it reads nothing, or its socket is gone
+            return False
+        finally:
+            for task in (answering, watching):
+                task.cancel()
+            await asyncio.gather(answering, watching, return_exceptions=True)
+
+    async def _replay(self) -> Message:
+        """ASGI `receive` for vLLM: the body once, then nothing until the client goes away."""
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone.set()
+
+
+def _split(path: str) -> tuple[str | None, str]:
+    """(tenant's name or None, the path below)."""
+    if path.startswith("/t/"):
+        tenant, _, rest = path.removeprefix("/t/").partition("/")
+        return tenant, "/" + rest
+    return None, path
+
+
+def _allow(request: Request, method: str) -> None:
+    if request.method != method:
+        raise Refusal(405, f"{request.method} is not possible here: use {method}", "method_not_allowed")
+
+
+def _model(body: bytes) -> str:
+    try:
+        name = msgspec.json.decode(body, type=Ask).model
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refusal(400, f"the body is not the JSON object expected: {error}", "invalid_json") from error
+    if not name:
+        raise Refusal(400, "`model` is missing: give a deployment's name", "missing_model", "model")
+    return name
+
+
+def _prefer_wait_s(request: Request) -> float:
+    """`Prefer: wait=N` (RFC 7240), seconds."""
+    for preference in request.headers.get("prefer", "").split(","):
+        name, _, value = preference.strip().partition("=")
+        if name.lower() == "wait":
+            with contextlib.suppress(ValueError):
+                return max(0.0, float(value))
+    return float("inf")
+
+
+def _card(name: str, target: Target) -> dict[str, object]:
+    """OpenAI's model object."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(target.created_at),
+        "owned_by": target.owner,
+        "max_model_len": target.spec.max_model_len,
+    }

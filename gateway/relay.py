@@ -1,0 +1,253 @@
+"""Streams over the bus: hands requests to runtimes and puts what comes back in order, without gap, repeat or silence.
+
+Frames of a runtime are numbered. A gap is repaired from the runtime's ring; what can't be repaired ends the streams that
+may have lost something with an error. A runtime that is silent for SILENCE_S while the bus is up is taken for dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+
+from store import wire
+from store.bus import Bus, BusError
+from store.wire import Delta, Finish, Frame
+
+log = structlog.get_logger()
+
+SILENCE_S = 2.0
+BUS_GRACE_S = 10.0  # a bus that is away longer ends every stream
+ALIVE_PERIOD_S = 0.5
+RUN_TIMEOUT_S = 2.0
+EARLY_MOST = 4096  # frames held back behind a gap
+
+
+class Sink(Protocol):
+    """Who wants the tokens of a stream."""
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        """Deltas of this sink's streams, in order; one with `finish` is a stream's last."""
+
+
+class Refused(Exception):
+    """A runtime did not take the request."""
+
+    def __init__(self, refusal: wire.Refusal, reason: str) -> None:
+        super().__init__(reason)
+        self.refusal = refusal
+
+
+@dataclass(slots=True)
+class Stream:
+    id: int
+    runtime: str
+    sink: Sink
+    epoch: int = 0  # of the runtime that took it; 0: not answered yet
+    next_at: int = 0  # index of the token that comes next
+
+
+@dataclass(slots=True)
+class Source:
+    """The frames of one runtime, as far as they have come."""
+
+    heard_at: float
+    epoch: int = 0  # 0: not known yet
+    next_seq: int = 0
+    early: dict[int, Frame] = field(default_factory=dict)
+    repairing: bool = False
+
+
+class Relay:
+    """All streams of this gateway."""
+
+    def __init__(self, bus: Bus, gateway: str) -> None:
+        self._bus, self._gateway = bus, gateway
+        self._streams: dict[int, Stream] = {}
+        self._sources: dict[str, Source] = {}
+        self._ids = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        await self._bus.subscribe(wire.frame_subject(self._gateway), self._receive)
+        self._spawn(self._watch())
+
+    def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._streams)
+
+    # ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def number(self) -> int:
+        """A stream id nobody had."""
+        return next(self._ids)
+
+    async def run(self, runtime: str, run: wire.Run, sink: Sink) -> None:
+        """Ask `runtime` for the stream. Raises Refused, or BusError (NoAnswer: another runtime may be tried)."""
+        stream = self._streams[run.stream] = Stream(run.stream, runtime, sink)
+        self._sources.setdefault(runtime, Source(time.monotonic()))
+        try:
+            data = await self._bus.request(wire.run_subject(runtime), run, RUN_TIMEOUT_S)
+            reply = wire.decode(wire.Reply, data)
+            if reply.refusal is not None:
+                raise Refused(reply.refusal, reply.reason)
+        except BaseException as error:
+            self._streams.pop(stream.id, None)
+            if not isinstance(error, Refused):  # it may have been taken all the same
+                await self._send_cancel(runtime, [stream.id])
+            raise
+        self._meet(stream, reply)
+
+    async def cancel(self, streams: Iterable[int]) -> None:
+        """Nothing more is delivered for these."""
+        by_runtime: dict[str, list[int]] = {}
+        for id in streams:
+            if stream := self._streams.pop(id, None):
+                by_runtime.setdefault(stream.runtime, []).append(id)
+        for runtime, ids in by_runtime.items():
+            await self._send_cancel(runtime, ids)
+
+    async def _send_cancel(self, runtime: str, streams: list[int]) -> None:
+        try:
+            cancel = wire.Cancel(gateway=self._gateway, streams=streams)
+            await self._bus.publish(wire.cancel_subject(runtime), wire.encode(cancel))
+        except BusError as error:
+            log.warning("relay.cancel_not_sent", runtime=runtime, error=str(error))
+
+    # ── frames ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _meet(self, stream: Stream, reply: wire.Reply) -> None:
+        """The answer to the first request of an epoch says where its numbering stands."""
+        source = self._sources.setdefault(stream.runtime, Source(time.monotonic()))
+        source.heard_at = time.monotonic()
+        stream.epoch = reply.epoch
+        if source.epoch != reply.epoch:
+            self._begin_epoch(stream.runtime, source, reply.epoch, reply.seq + 1)
+            self._drain(source)
+
+    def _begin_epoch(self, runtime: str, source: Source, epoch: int, next_seq: int) -> None:
+        """The runtime is new to us, or was restarted: then what it was asked before is lost."""
+        source.epoch, source.next_seq = epoch, next_seq
+        source.early = {seq: frame for seq, frame in source.early.items() if frame.epoch == epoch and seq >= next_seq}
+        old = [s for s in self._streams.values() if s.runtime == runtime and s.epoch not in (0, epoch)]
+        self._fail(old, "the runtime was restarted")
+
+    async def _receive(self, data: bytes) -> None:
+        frame = wire.decode(Frame, data)
+        source = self._sources.get(frame.runtime)
+        if source is None or frame.epoch < source.epoch:
+            return  # nobody here waits for it
+        source.heard_at = time.monotonic()
+        if source.epoch and frame.epoch > source.epoch:
+            self._begin_epoch(frame.runtime, source, frame.epoch, frame.seq + 1)
+        if frame.deltas and frame.seq >= source.next_seq and len(source.early) < EARLY_MOST:
+            source.early[frame.seq] = frame
+        if source.epoch:
+            self._drain(source)
+            if frame.seq >= source.next_seq and not source.repairing:
+                source.repairing = True
+                self._spawn(self._repair(frame.runtime, source, frame.seq))
+
+    def _drain(self, source: Source) -> None:
+        while frame := source.early.pop(source.next_seq, None):
+            source.next_seq += 1
+            self._apply(frame)
+
+    def _apply(self, frame: Frame) -> None:
+        by_sink: dict[int, tuple[Sink, list[Delta]]] = {}
+        for delta in frame.deltas:
+            stream = self._streams.get(delta.stream)
+            if stream is None:
+                continue  # cancelled
+            if delta.at != stream.next_at:
+                self._fail([stream], f"tokens {stream.next_at}..{delta.at - 1} were lost on the way")
+                continue
+            stream.next_at += len(delta.tokens)
+            if delta.finish is not None:
+                del self._streams[stream.id]
+            by_sink.setdefault(id(stream.sink), (stream.sink, []))[1].append(delta)
+        for sink, deltas in by_sink.values():
+            sink.deliver(deltas)
+
+    async def _repair(self, runtime: str, source: Source, last: int) -> None:
+        """Ask for `next_seq..last` again; what is gone for good ends the streams of this runtime."""
+        epoch, first = source.epoch, source.next_seq
+        try:
+            repair = wire.Repair(gateway=self._gateway, epoch=epoch, first=first, last=last)
+            answer = await self._bus.request(wire.repair_subject(runtime), repair, RUN_TIMEOUT_S)
+            repaired = wire.decode(wire.Repaired, answer)
+            if source.epoch != epoch:
+                return
+            for frame in (wire.decode(Frame, data) for data in repaired.frames):
+                source.early.setdefault(frame.seq, frame)
+            log.info("relay.repaired", runtime=runtime, first=first, last=last, complete=repaired.complete)
+            if not repaired.complete:
+                self._fail_all(runtime, f"frames {first}..{last} were lost on the way")
+                source.next_seq = last + 1
+            self._drain(source)
+        except (BusError, wire.WireError) as error:
+            log.warning("relay.repair_failed", runtime=runtime, first=first, last=last, error=str(error))
+        finally:
+            source.repairing = False  # the next frame or heartbeat tries again, silence ends it
+
+    # ── ends ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _fail(self, streams: list[Stream], error: str) -> None:
+        for stream in streams:
+            self._streams.pop(stream.id, None)
+            stream.sink.deliver([Delta(stream.id, [], stream.next_at, Finish.ERROR, error=error)])
+
+    def _fail_all(self, runtime: str, error: str) -> None:
+        streams = [stream for stream in self._streams.values() if stream.runtime == runtime]
+        if streams:
+            log.warning("relay.streams_lost", runtime=runtime, streams=len(streams), error=error)
+            self._fail(streams, error)
+
+    # ── liveness ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _watch(self) -> None:
+        """Say that we live while streams are open; notice who no longer does."""
+        alive = wire.encode(wire.GatewayAlive(gateway=self._gateway))
+        bus_seen_at = time.monotonic()
+        while True:
+            await asyncio.sleep(ALIVE_PERIOD_S)
+            now = time.monotonic()
+            if not self._streams:
+                bus_seen_at = now
+                continue
+            if not self._bus.connected:
+                if now - bus_seen_at > BUS_GRACE_S:
+                    self._fail(list(self._streams.values()), f"the bus is away for {BUS_GRACE_S:g} s")
+                continue
+            if bus_seen_at < now - 2 * ALIVE_PERIOD_S:  # it just came back: let the runtimes be heard again
+                for source in self._sources.values():
+                    source.heard_at = now
+            bus_seen_at = now
+            try:
+                await self._bus.publish(wire.GATEWAY_ALIVE, alive)
+            except BusError as error:
+                log.warning("relay.alive_not_sent", error=str(error))
+            self._notice_silence(now)
+
+    def _notice_silence(self, now: float) -> None:
+        waited_on = {stream.runtime for stream in self._streams.values()}
+        for runtime in waited_on:
+            if now - self._sources[runtime].heard_at > SILENCE_S:
+                self._fail_all(runtime, f"runtime {runtime} has been silent for {SILENCE_S:g} s")
+                del self._sources[runtime]
+        for runtime in set(self._sources) - waited_on:
+            self._sources[runtime].heard_at = now  # it has nothing to tell us
+
+    def _spawn(self, job: object) -> None:
+        task = asyncio.get_running_loop().create_task(job)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

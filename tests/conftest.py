@@ -1,0 +1,69 @@
+"""What several tests stand on: a real NATS server, tiny models with random weights."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "deploy" / "demo"))  # random_weights, as a script of the demo finds it
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class NatsServer:
+    """A nats-server child with JetStream on a port of its own; `kill` and `start` again keep the port and the data."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.url = f"nats://127.0.0.1:{self.port}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._config = folder / "nats.conf"
+        self._config.write_text(
+            f'listen: "127.0.0.1:{self.port}"\nmax_payload: 8MB\njetstream {{ store_dir: "{folder}/js" }}\n'
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        binary = Path(sysconfig.get_path("scripts")) / "nats-server"
+        self._process = subprocess.Popen([binary, "-c", self._config], stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 0.2):
+                return
+            time.sleep(0.02)
+        raise RuntimeError("nats-server did not start")
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three architectures whose greedy output does not repeat itself; float32."""
+    from random_weights import write_random
+
+    folder = tmp_path_factory.mktemp("random-models")
+    return {name: write_random(folder / name, name, seed=seed) for seed, name in enumerate(("llama", "qwen3", "phi"))}

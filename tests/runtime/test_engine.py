@@ -1,0 +1,182 @@
+"""Real vLLM cores, several architectures in one process: interleaved they say what each says alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.engine.base import BadRequest, Engine, EngineError
+from runtime.request import RequestId
+from store.wire import Finish
+from tests.runtime.engines import drive, payload, spec, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM, torch and transformers, not ours
+KV_BYTES = 32 << 20
+
+WORDS = random.Random(1)
+PROMPTS: dict[str, dict[str, Any]] = {
+    "greedy": dict(prompt=[44, 301, 17], temperature=0, max_tokens=40),
+    "long": dict(prompt=[WORDS.randrange(3, 500) for _ in range(200)], temperature=0, max_tokens=40),
+    "seeded": dict(prompt=[9, 10, 11], temperature=1.0, seed=7, max_tokens=40),
+    "penalised": dict(prompt=[12, 13], temperature=0.7, seed=3, repetition_penalty=1.3, max_tokens=30),
+}
+for arguments in PROMPTS.values():
+    arguments["ignore_eos"] = True
+
+
+@pytest.fixture(scope="module")
+def engines(random_models: dict[str, Path]) -> Iterator[dict[str, Engine]]:
+    from runtime.engine.vllm import Builder
+
+    build = Builder(KV_BYTES)
+    yield {name: build(spec(path)) for name, path in random_models.items()}
+
+
+def bare_vllm(path: Path) -> dict[str, list[int]]:
+    """Each request alone on vLLM's own `LLM`, in this process."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=str(path),
+        dtype="float32",
+        max_model_len=512,
+        enforce_eager=True,
+        kv_cache_memory_bytes=KV_BYTES,
+        disable_log_stats=True,
+        seed=0,
+    )
+    said = {}
+    for name, arguments in PROMPTS.items():
+        sampling = SamplingParams(**{key: value for key, value in arguments.items() if key != "prompt"})
+        (output,) = llm.generate([{"prompt_token_ids": arguments["prompt"]}], sampling, use_tqdm=False)
+        said[name] = list(output.outputs[0].token_ids)
+    llm.llm_engine.engine_core._finalizer.detach()  # it would end the process groups of all engines
+    return said
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_interleaved_tokens_equal_those_of_each_request_alone_on_bare_vllm(
+    engines: dict[str, Engine], random_models: dict[str, Path], seed: int, bare: dict[str, dict[str, list[int]]]
+) -> None:
+    for model, engine in engines.items():
+        for name, arguments in PROMPTS.items():
+            engine.add(RequestId(f"{model}/{name}"), payload(**arguments))
+    made = drive(engines, random.Random(seed))
+    for model in engines:
+        for name in PROMPTS:
+            assert tokens(made[RequestId(f"{model}/{name}")]) == bare[model][name], (model, name)
+            assert len(set(bare[model][name])) > 10, f"{model}/{name} repeats itself: it proves nothing"
+
+
+@pytest.fixture(scope="module")
+def bare(random_models: dict[str, Path], engines: dict[str, Engine]) -> dict[str, dict[str, list[int]]]:
+    return {name: bare_vllm(path) for name, path in random_models.items()}
+
+
+def test_the_last_output_says_why_it_is_the_last(engines: dict[str, Engine]) -> None:
+    engine = engines["llama"]
+    engine.add(RequestId("a"), payload([5, 6, 7], temperature=0, max_tokens=3, ignore_eos=True))
+    made = drive({"llama": engine}, random.Random(0))[RequestId("a")]
+    assert [output.finish for output in made] == [None, None, Finish.LENGTH]
+    stop = tokens(made)[1]
+    engine.add(RequestId("b"), payload([5, 6, 7], temperature=0, max_tokens=9, stop_token_ids=[stop]))
+    ended = drive({"llama": engine}, random.Random(0))[RequestId("b")][-1]
+    assert (ended.finish, ended.stop_reason) == (Finish.STOP, stop)
+
+
+def test_an_aborted_request_says_no_more_and_the_engine_is_idle(engines: dict[str, Engine]) -> None:
+    engine = engines["phi"]
+    engine.add(RequestId("gone"), payload([5, 6], temperature=0, max_tokens=50, ignore_eos=True))
+    engine.add(RequestId("stays"), payload([7, 8], temperature=0, max_tokens=5, ignore_eos=True))
+    engine.step()
+    engine.abort([RequestId("gone"), RequestId("unknown")])
+    made = drive({"phi": engine}, random.Random(0))
+    assert list(made) == [RequestId("stays")] and not engine.busy()
+
+
+def test_logprobs_come_with_the_tokens(engines: dict[str, Engine]) -> None:
+    engine = engines["qwen3"]
+    engine.add(RequestId("a"), payload([5, 6, 7], temperature=0, max_tokens=4, ignore_eos=True, logprobs=2))
+    made = drive({"qwen3": engine}, random.Random(0))[RequestId("a")]
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.serial_utils import MsgpackDecoder
+
+    for output in made:
+        assert output.logprobs is not None
+        lists = MsgpackDecoder(EngineCoreOutput).decode(output.logprobs).new_logprobs
+        assert lists.logprob_token_ids[0][0] == output.tokens[0]
+
+
+def test_structured_output_is_structured(engines: dict[str, Engine], random_models: dict[str, Path]) -> None:
+    from transformers import AutoTokenizer
+    from vllm.sampling_params import StructuredOutputsParams
+
+    engine = engines["llama"]
+    choice = StructuredOutputsParams(regex="(yes|no)")
+    choice._backend = "xgrammar"  # as vLLM's front half decides
+    engine.add(
+        RequestId("a"), payload([5, 6, 7], temperature=0, max_tokens=8, stop_token_ids=[1], structured_outputs=choice)
+    )
+    made = drive({"llama": engine}, random.Random(0))[RequestId("a")]
+    tokenizer = AutoTokenizer.from_pretrained(random_models["llama"])
+    assert tokenizer.decode(tokens(made), skip_special_tokens=True) in ("yes", "no")
+
+
+def test_prefixes_are_shared_within_a_salt_and_never_across(engines: dict[str, Engine]) -> None:
+    engine = engines["llama"]
+
+    def cached(salt: str) -> int:
+        engine.add(RequestId("a"), payload(list(range(3, 303)), salt, temperature=0, max_tokens=2))
+        return drive({"llama": engine}, random.Random(0))[RequestId("a")][0].cached_tokens
+
+    assert cached("tenant-1") == 0
+    assert cached("tenant-1") > 0
+    assert cached("tenant-2") == 0
+
+
+def test_a_request_that_is_none_is_refused_and_harms_nobody(engines: dict[str, Engine]) -> None:
+    with pytest.raises(BadRequest):
+        engines["llama"].add(RequestId("a"), b"\x00 no request")
+    assert not engines["llama"].busy()
+
+
+def test_closing_one_engine_leaves_the_others_as_they_were(
+    engines: dict[str, Engine], random_models: dict[str, Path]
+) -> None:
+    from runtime.engine.vllm import Builder
+
+    def say(engine: Engine) -> list[int]:
+        engine.add(RequestId("a"), payload([5, 6, 7, 8], temperature=0, max_tokens=20, ignore_eos=True))
+        return tokens(drive({"": engine}, random.Random(0))[RequestId("a")])
+
+    before = say(engines["phi"])
+    extra = Builder(KV_BYTES)(spec(random_models["qwen3"]))
+    assert say(extra) == say(engines["qwen3"])
+    extra.close()
+    assert say(engines["phi"]) == before
+    again = Builder(KV_BYTES)(spec(random_models["qwen3"]))
+    assert say(again) == say(engines["qwen3"])
+    again.close()
+
+
+def test_a_model_that_cannot_be_built_says_why(tmp_path: Path) -> None:
+    from runtime.engine.vllm import Builder
+
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "llama"}')
+    with pytest.raises(EngineError, match="NoSuchModel|architecture"):
+        Builder(KV_BYTES)(spec(tmp_path))
+
+
+def test_another_version_of_vllm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    from runtime.engine.settings import check_version
+
+    assert check_version().startswith("vllm-0.32")
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    with pytest.raises(EngineError, match=r"0\.99\.1 is installed, this build needs >= 0\.32\.0, < 0\.33\.0"):
+        check_version()
