@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from runtime.engine.settings import check_version, engine_args  # isort: skip  (sets vLLM's environment, so: first)
 
@@ -36,8 +37,10 @@ from vllm.entrypoints.serve.tokenize.api_router import attach_router as attach_t
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import RequestOutput
+from vllm.reasoning import ReasoningParserManager
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.tool_parsers import ToolParserManager
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -62,6 +65,16 @@ INLINE_MOST = 1 << 62  # bytes: arrays always inside the one buffer we ship
 def supported_architectures() -> frozenset[str]:
     """What vLLM can serve, by the names in a model's config.json."""
     return frozenset(ModelRegistry.get_supported_archs())
+
+
+def tool_parsers() -> frozenset[str]:
+    """vLLM's names of what reads tool calls out of a model's text."""
+    return frozenset(ToolParserManager.lazy_parsers) | frozenset(ToolParserManager.tool_parsers)
+
+
+def reasoning_parsers() -> frozenset[str]:
+    """vLLM's names of what reads reasoning out of a model's text."""
+    return frozenset(ReasoningParserManager.list_registered())
 
 
 @dataclass(slots=True)
@@ -139,7 +152,7 @@ class BusCore:
             attempt=served.call.opened.attempt,
             prompt_tokens=len(request.prompt_token_ids or ()),
             max_tokens=(sampling.max_tokens if sampling else None) or 0,
-            payload=bytes(payload),
+            payload=bytes(cast(bytes, payload)),
             engine=self._engine,
         )
         await self._place(run, request.request_id, served.deadline)
@@ -224,7 +237,7 @@ class BusLLM(AsyncLLM):
         self.output_processor = OutputProcessor(
             self.renderer.tokenizer, log_stats=False, stream_interval=config.scheduler_config.stream_interval
         )
-        self.engine_core = core  # type: ignore[assignment]
+        self.engine_core = core
         self.logger_manager = None
         self.output_handler = None
         self.profiler = None
@@ -232,7 +245,7 @@ class BusLLM(AsyncLLM):
         self._meter = meter
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-        """Counts for the call what the consumer took: when it asks for more, what it had is on its way to the client."""
+        """Counts for the call what the consumer took: when it asks for more, what it had is with the client."""
         served = SERVED.get()
         prompt_counted = False
         async for output in super().generate(*args, **kwargs):
@@ -299,7 +312,7 @@ async def _build_front(spec: EngineSpec, dressing: Dressing, deps: Deps) -> Fron
         arguments += ["--enable-auto-tool-choice", "--tool-call-parser", dressing.tool_parser]
     if dressing.reasoning_parser:
         arguments += ["--reasoning-parser", dressing.reasoning_parser]
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    args = _vllm_args(arguments)
     state = State()
     state.engine_client, state.vllm_config, state.args, state.tool_server = llm, llm.vllm_config, args, None
     state.openai_serving_models = NamedModels(llm, [BaseModelPath(name=spec.key, model_path=spec.path)])
@@ -357,8 +370,13 @@ class Fronts:
 def _vllm_app() -> ASGIApp:
     """vLLM's routes and error handlers, below the point where an app would put itself into the scope."""
     app = FastAPI(openapi_url=None)
+    app.state.args = _vllm_args([])
     for attach in (attach_chat, attach_completions, attach_responses, attach_messages, attach_tokenize):
-        app.state.args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
         attach(app)
     init_exception_handler(app)
     return app.build_middleware_stack()
+
+
+def _vllm_args(arguments: list[str]) -> Namespace:
+    parser = make_arg_parser(FlexibleArgumentParser())  # type: ignore[no-untyped-call]
+    return cast(Namespace, parser.parse_args(arguments))

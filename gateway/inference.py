@@ -22,11 +22,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.answer import Answer
 from gateway.auth import Auth, Caller, Target
+from gateway.errors import Fault, Problem, from_store, openai_response, unauthorized
 from gateway.fleet import Fleet
 from gateway.front import Front, Fronts, Served
 from gateway.limits import Disconnected, TooLong, TooSlow, read_body
 from gateway.meter import Call, Meter, MeterFull
 from store import wire
+from store.db import DatabaseError
 from store.wire import Residency
 
 log = structlog.get_logger()
@@ -35,22 +37,6 @@ log = structlog.get_logger()
 GENERATING = {path: path for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")}
 REPEATING = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
 HOLD_POLL_S = 0.5
-
-
-class Refusal(Exception):
-    """An answer that vLLM does not give, in OpenAI's dialect."""
-
-    def __init__(self, status: int, message: str, code: str, param: str | None = None, retry_after_s: int = 0) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
-
-    def response(self, request_id: str) -> Response:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        headers = {"x-request-id": request_id}
-        if self.retry_after_s:
-            headers["retry-after"] = str(self.retry_after_s)
-        return JSONResponse({"error": error}, self.status, headers)
 
 
 class Ask(msgspec.Struct):
@@ -82,8 +68,11 @@ class Inference:
         request_id = str(uuid_utils.uuid7())
         try:
             response = await self._answer(request, send, request_id)
-        except Refusal as refusal:
-            response = refusal.response(request_id)
+        except Problem as problem:
+            response = openai_response(problem, request_id)
+        except DatabaseError as error:
+            log.warning("inference.database", error=str(error))
+            response = openai_response(from_store(error), request_id)
         except Disconnected:
             return
         if response is not None:
@@ -98,7 +87,7 @@ class Inference:
             return await self._models(caller, path.removeprefix("/v1/models").strip("/"))
         route = GENERATING.get(path) or REPEATING.get(path)
         if route is None:
-            raise Refusal(404, f"there is no {path} here", "not_found")
+            raise Problem(404, "not_found", f"there is no {path} here")
         _allow(request, "POST")
         body = await self._body(request)
         name = _model(body)
@@ -121,28 +110,28 @@ class Inference:
     async def _caller(self, request: Request, tenant: str | None) -> Caller:
         caller = await self.auth.caller(request.headers)
         if caller is None:
-            raise Refusal(401, "no valid API key: send `Authorization: Bearer KEY`", "invalid_api_key")
+            raise unauthorized()
         if tenant is not None:
             caller = await self.auth.within(caller, tenant)
             if caller is None:
-                raise Refusal(404, "there is no such endpoint", "not_found")
+                raise Problem(404, "not_found", "there is no such endpoint")
         if caller.tenant_id is None:
-            raise Refusal(404, "the admin key has no tenant of its own: use /t/TENANT/v1", "not_found")
+            raise Problem(404, "not_found", "the admin key has no tenant of its own: use /t/TENANT/v1")
         return caller
 
     async def _body(self, request: Request) -> bytes:
         try:
             return await read_body(request.receive, self.limits.body_bytes, self.limits.body_deadline_s)
         except TooLong as error:
-            raise Refusal(413, str(error), "request_too_large") from error
+            raise Problem(413, "request_too_large", str(error)) from error
         except TooSlow as error:
-            raise Refusal(408, str(error), "request_timeout") from error
+            raise Problem(408, "request_timeout", str(error)) from error
 
     async def _target(self, caller: Caller, name: str) -> Target:
         assert caller.tenant_id is not None
         target = await self.auth.deployment(caller.tenant_id, name)
         if target is None:
-            raise Refusal(404, f"there is no deployment {name!r}", "model_not_found", "model")
+            raise Problem(404, "model_not_found", f"there is no deployment {name!r}", [Fault("/model", "unknown")])
         return target
 
     async def _models(self, caller: Caller, name: str) -> Response:
@@ -163,13 +152,15 @@ class Inference:
         """Wait until some runtime can take it; how cold it is: none, host or disk."""
         while True:
             if failure := self.fleet.failure(target.spec.key):
-                raise Refusal(503, f"the model can't be served: {failure}", "model_failed", retry_after_s=30)
+                raise Problem(
+                    503, "model_failed", f"the model can't be served: {failure}", headers={"retry-after": "30"}
+                )
             if runtime := self.fleet.choose(target.spec.key):
                 resident = self.fleet.states(target.spec.key)[runtime].residency is Residency.RESIDENT
                 return "none" if resident else "disk"
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise Refusal(503, "no runtime can serve the model now", "no_runtime", retry_after_s=2)
+                raise Problem(503, "no_runtime", "no runtime can serve the model now", headers={"retry-after": "2"})
             await self.fleet.change(min(left_s, HOLD_POLL_S))
 
     async def _front(self, target: Target) -> Front:
@@ -177,7 +168,7 @@ class Inference:
             return await self.fronts.get(target.spec, target.tool_parser, target.reasoning_parser)
         except Exception as error:
             log.error("inference.front_failed", model=target.spec.key, error=type(error).__name__)
-            raise Refusal(503, "the model's tokenizer or template can't be read", "model_failed") from error
+            raise Problem(503, "model_failed", "the model's tokenizer or template can't be read") from error
 
     # ── serving ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -204,7 +195,7 @@ class Inference:
         try:
             return self.meter.open(usage)
         except MeterFull as error:
-            raise Refusal(503, str(error), "overloaded", retry_after_s=2) from error
+            raise Problem(503, "overloaded", str(error), headers={"retry-after": "2"}) from error
 
     async def _serve(self, exchange: Exchange, front: Front, served: Served, answer: Answer) -> None:
         finish = "error"
@@ -269,16 +260,18 @@ def _split(path: str) -> tuple[str | None, str]:
 
 def _allow(request: Request, method: str) -> None:
     if request.method != method:
-        raise Refusal(405, f"{request.method} is not possible here: use {method}", "method_not_allowed")
+        raise Problem(405, "method_not_allowed", f"{request.method} is not possible here: use {method}")
 
 
 def _model(body: bytes) -> str:
     try:
         name = msgspec.json.decode(body, type=Ask).model
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refusal(400, f"the body is not the JSON object expected: {error}", "invalid_json") from error
+        raise Problem(400, "invalid_json", f"the body is not the JSON object expected: {error}") from error
     if not name:
-        raise Refusal(400, "`model` is missing: give a deployment's name", "missing_model", "model")
+        raise Problem(
+            400, "missing_model", "`model` is missing: give a deployment's name", [Fault("/model", "missing")]
+        )
     return name
 
 

@@ -1,7 +1,7 @@
 """Streams over the bus: hands requests to runtimes and puts what comes back in order, without gap, repeat or silence.
 
-Frames of a runtime are numbered. A gap is repaired from the runtime's ring; what can't be repaired ends the streams that
-may have lost something with an error. A runtime that is silent for SILENCE_S while the bus is up is taken for dead.
+Frames of a runtime are numbered. A gap is repaired from the runtime's ring; what can't be repaired ends the streams
+that may have lost something with an error. A runtime silent for SILENCE_S while the bus is up is taken for dead.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -247,7 +247,7 @@ class Relay:
         for runtime in set(self._sources) - waited_on:
             self._sources[runtime].heard_at = now  # it has nothing to tell us
 
-    def _spawn(self, job: object) -> None:
-        task = asyncio.get_running_loop().create_task(job)  # type: ignore[arg-type]
+    def _spawn(self, job: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(job)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from pydantic import ByteSize
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from runtime.policy.turns import POLICIES
@@ -21,9 +22,14 @@ class RuntimeSettings(BaseSettings):
     nats_url: str = "nats://127.0.0.1:4222"
     runtime_id: str = "r1"
     policy: str = "round-robin"
-    kv_bytes: int = 64 << 20  # KV cache of each engine, bytes
+    device_memory: ByteSize = ByteSize(512 << 20)  # of the device, where there is no GPU
     threads: int = _threads()  # compute threads of the device process, without a GPU
     drain_s: float = 30.0  # longest wait for streams to end after SIGTERM
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV cache of each engine: a fixed share, until weights and KV take pages from one pool."""
+        return self.device_memory // 8
 
     def check(self) -> None:
         """Raises ValueError with one sentence."""

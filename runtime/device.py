@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 import structlog
 
-from runtime import observe
 from runtime.engine.base import BadRequest, Build, Engine, EngineError
 from runtime.events import (
     Abort,
@@ -44,6 +43,7 @@ from runtime.instance import Instance
 from runtime.pipe import DeviceEnd, Made, Order, Place, Quit, Ready, Start, State, Stop, ToDevice, Withdraw
 from runtime.policy.turns import POLICIES, Turns
 from runtime.request import ModelKey, Request, request_id
+from store import observe
 from store.wire import Delta, Residency
 
 log = structlog.get_logger()
@@ -73,7 +73,7 @@ class Device:
                 self._command(command)
             done = self._carry_out(self.instance.on(event, self._clock()))
             self._report()
-            if done is None:
+            if done is None and not self._quit:
                 self._rest()
             while self._pipe.backlog > BACKLOG_MOST and not self._pipe.closed:
                 self._pipe.wait(STATE_PERIOD_S)

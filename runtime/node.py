@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 import structlog
 import uvloop
 
-from runtime import observe, pipe
+from runtime import pipe
 from runtime.config import RuntimeSettings
 from runtime.ring import Ring
-from store import wire
+from store import observe, wire
 from store.bus import Bus, BusError
 from store.wire import Delta, Finish, Refusal, Residency
 
@@ -201,7 +201,7 @@ class Node:
         environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "PYTHONUNBUFFERED": "1"}
         arguments = [str(fd), settings.policy, str(settings.kv_bytes)]
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "runtime.device", *arguments, env=environment, pass_fds=[fd]
+            sys.executable, "-P", "-m", "runtime.device", *arguments, env=environment, pass_fds=[fd]
         )
 
     async def _from_device(self, message: pipe.ToNode, device: pipe.NodeEnd) -> None:

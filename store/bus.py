@@ -1,7 +1,7 @@
 """The only door to NATS: commands and frames over core subjects, leases and specs in KV buckets, usage in JetStream.
 
-Core NATS is at most once: what may not be lost carries a sequence (frames), an answer (requests) or is kept by JetStream
-(usage). Nothing here retries silently except the publishing of usage, which is money.
+Core NATS is at most once: what may not be lost carries a sequence (frames), an answer (requests) or is kept by
+JetStream (usage). Nothing here retries silently except the publishing of usage, which is money.
 """
 
 from __future__ import annotations
@@ -62,8 +62,12 @@ class UsageBatch:
     messages: list[Msg]
 
     async def ack(self) -> None:
-        for message in self.messages:
-            await message.ack()
+        """Raises BusError: then they come again."""
+        try:
+            for message in self.messages:
+                await message.ack()
+        except nats.errors.Error as error:
+            raise BusError(f"{len(self.messages)} usage messages not acknowledged: {error}") from error
 
 
 class Bus:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "deploy" / "demo"))  # random_weights, as a script of the demo finds it
 
 
 def free_port() -> int:
@@ -63,7 +61,7 @@ def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
 @pytest.fixture(scope="session")
 def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Three architectures whose greedy output does not repeat itself; float32."""
-    from random_weights import write_random
+    from deploy.demo.random_weights import write_random
 
     folder = tmp_path_factory.mktemp("random-models")
     return {name: write_random(folder / name, name, seed=seed) for seed, name in enumerate(("llama", "qwen3", "phi"))}

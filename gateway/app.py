@@ -1,0 +1,157 @@
+"""The gateway process: control plane, tenants' endpoints, health. Put together here, served by uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import structlog
+import uuid_utils
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gateway.auth import Auth
+from gateway.config import Settings, SettingsError, admin_key, load, pepper
+from gateway.control import Control, Engines
+from gateway.fleet import Fleet
+from gateway.front import Deps, Fronts, reasoning_parsers, supported_architectures, tool_parsers
+from gateway.inference import Inference, Limits
+from gateway.limits import protocol
+from gateway.meter import Meter
+from gateway.relay import Relay
+from store import observe
+from store.bus import Bus, BusError
+from store.db import Database, DatabaseError
+
+log = structlog.get_logger()
+
+DRAIN_S = 30.0  # longest wait for open streams after SIGTERM
+
+
+@dataclass
+class Gateway:
+    """The ASGI app: tenants' endpoints first, they are the hot path; everything else is Starlette's."""
+
+    inference: Inference
+    rest: Starlette
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(("/v1/", "/t/")):
+            await self.inference(scope, receive, send)
+        else:
+            await self.rest(scope, receive, send)
+
+
+@contextlib.asynccontextmanager
+async def assembled(settings: Settings) -> AsyncIterator[Gateway]:
+    """Everything connected and running. Raises BusError, DatabaseError."""
+    gateway_id = f"g-{uuid_utils.uuid7().hex}"
+    url = settings.nats_url or "nats://127.0.0.1:4222"
+    async with Database.open(settings.database_url) as database, Bus.connect(url, gateway_id) as bus:
+        await database.check()
+        secret = pepper(settings)
+        auth = Auth(database, secret, admin_key(settings))
+        fleet, relay, meter = Fleet(bus), Relay(bus, gateway_id), Meter(bus, settings.data / "gateway.journal")
+        engines = Engines(supported_architectures(), tool_parsers(), reasoning_parsers())
+        control = Control(database, auth, fleet, engines, tuple(settings.model_roots))
+        limits = Limits(settings.body_limit_bytes, settings.body_deadline_s, settings.hold_deadline_s)
+        fronts = Fronts(Deps(relay, fleet, meter, gateway_id))
+        inference = Inference(auth, fleet, fronts, meter, limits, secret)
+        await fleet.start()
+        await relay.start()
+        await meter.start()
+        try:
+            async with control.running():
+                health = Health(database, bus, fleet, settings.runtimes)
+                yield Gateway(inference, Starlette(routes=[*control.routes(), *health.routes()]))
+        finally:
+            relay.stop()
+            await meter.stop()
+
+
+@dataclass
+class Health:
+    """What probes and scrapers ask."""
+
+    database: Database
+    bus: Bus
+    fleet: Fleet
+    runtimes: int
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/healthz", self.alive),
+            Route("/readyz", self.ready),
+            Route("/metrics", self.metrics),
+        ]
+
+    async def alive(self, request: Request) -> Response:
+        return JSONResponse({"status": "alive"})
+
+    async def ready(self, request: Request) -> Response:
+        """200 when a request could be served: the database and the bus answer, and a runtime can take models."""
+        missing = []
+        if not self.bus.connected:
+            missing.append("the bus is away")
+        if self.runtimes and not any(lease.engine for lease in self.fleet.leases.values()):
+            missing.append("no runtime is up")
+        try:
+            await self.database.check()
+        except DatabaseError as error:
+            log.warning("health.database", error=str(error))
+            missing.append("the database does not answer")
+        return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def serve(settings: Settings) -> None:
+    async with assembled(settings) as app:
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                host=settings.host,
+                port=settings.port,
+                http=protocol(settings.header_deadline_s),
+                loop="uvloop",
+                lifespan="off",
+                access_log=False,
+                log_level="warning",
+                server_header=False,
+                timeout_graceful_shutdown=int(DRAIN_S),
+            )
+        )
+        loop = asyncio.get_running_loop()
+        serving = asyncio.create_task(server.serve())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, lambda: setattr(server, "should_exit", True))
+        await serving
+
+
+def main() -> int:
+    observe.configure_logs("gateway")
+    try:
+        settings = load()
+        with asyncio.Runner(loop_factory=uvicorn.Config("", loop="uvloop").get_loop_factory()) as runner:
+            runner.run(serve(settings))
+    except (SettingsError, BusError, DatabaseError) as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return 1
+    except SystemExit as error:  # uvicorn's way to say that it could not bind
+        print(f"gateway: cannot listen on {settings.host} port {settings.port}", file=sys.stderr)
+        return int(error.code or 1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The command `staccato`: one file a group of commands, and the edge where every error becomes one sentence."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import typer
+
+from gateway.cli import billing, chat, deployments, models, serve, tenants
+from gateway.cli.api import CliError
+
+app = typer.Typer(
+    name="staccato",
+    help="Many language models for many tenants from few GPUs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "up": serve.up,
+    "gateway": serve.gateway,
+    "runtime": serve.runtime,
+    "ledger": serve.ledger,
+    "doctor": serve.doctor,
+    "version": serve.version,
+    "deploy": deployments.deploy,
+    "ls": deployments.list_deployments,
+    "show": deployments.show,
+    "rm": deployments.remove,
+    "sleep": deployments.sleep,
+    "wake": deployments.wake,
+    "ps": deployments.processes,
+    "chat": chat.chat,
+    "usage": billing.usage,
+}
+GROUPS = {"tenant": tenants.tenant, "key": tenants.key, "model": models.model, "bill": billing.bill}
+
+for name, command in COMMANDS.items():
+    app.command(name)(command)
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name)
+
+
+def main() -> None:
+    try:
+        app()
+    except CliError as error:
+        _end(str(error), error.exit_code)
+    except BrokenPipeError:  # the reader, as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        from gateway.config import SettingsError
+
+        if isinstance(error, SettingsError):
+            _end(str(error), 2)
+        if os.environ.get("STACCATO_LOG_LEVEL") == "debug":
+            raise
+        what = f"{type(error).__name__}: {error}"
+        _end(f"internal error, {what}: please report it; STACCATO_LOG_LEVEL=debug shows where it came from", 1)
+
+
+def _end(message: str, exit_code: int) -> None:
+    typer.echo(f"error: {message}", err=True)
+    sys.exit(exit_code)

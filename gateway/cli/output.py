@@ -1,0 +1,79 @@
+"""What a command prints: JSON for programs, a table for people, plain columns when nobody looks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+
+import typer
+
+from gateway.cli.api import Row
+
+
+def print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2 if sys.stdout.isatty() else None))
+
+
+def print_rows(rows: Sequence[Row], columns: Mapping[str, str], as_json: bool) -> None:
+    """`columns`: title → where its value stands in a row, as `status.phase`."""
+    if as_json:
+        print_json(list(rows))
+        return
+    table = [[text(at(row, path)) for path in columns.values()] for row in rows]
+    if sys.stdout.isatty():
+        _print_table(list(columns), table)
+    else:
+        _print_columns([list(columns), *table])
+
+
+def print_row(row: Row, columns: Mapping[str, str], as_json: bool) -> None:
+    """One thing, a line for each of `columns` that it has."""
+    if as_json:
+        print_json(row)
+        return
+    width = max(map(len, columns))
+    for title, path in columns.items():
+        if (value := at(row, path)) is not None:
+            typer.echo(f"{title.ljust(width)}  {text(value)}")
+
+
+def note(message: str) -> None:
+    """For the person at the terminal; never in the way of what a program reads."""
+    typer.echo(message, err=True)
+
+
+def at(row: object, path: str) -> object:
+    """None where there is nothing."""
+    for name in path.split("."):
+        row = row.get(name) if isinstance(row, Mapping) else None
+    return row
+
+
+def text(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={text(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(text, value)) or "-"
+    return str(value)
+
+
+def _print_table(titles: Sequence[str], table: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(*titles, box=None, pad_edge=False, header_style="bold")
+    for line in table:
+        shown.add_row(*map(Text, line))  # as Text: a tenant's name is no markup
+    Console().print(shown)
+
+
+def _print_columns(lines: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

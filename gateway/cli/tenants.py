@@ -1,0 +1,91 @@
+"""`staccato tenant …` and `staccato key …`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gateway.cli.api import Row
+from gateway.cli.options import Json, Key, Url, connect, route
+from gateway.cli.output import note, print_json, print_row, print_rows
+
+tenant = typer.Typer(help="Tenants: who deploys, asks and pays.", no_args_is_help=True)
+key = typer.Typer(help="API keys of a tenant.", no_args_is_help=True)
+
+TENANT = {"NAME": "name", "ID": "id", "CREATED": "created_at"}
+KEY = {
+    "ID": "id",
+    "NAME": "name",
+    "PREFIX": "prefix",
+    "SCOPES": "scopes",
+    "EXPIRES": "expires_at",
+    "REVOKED": "revoked_at",
+}
+
+TenantName = Annotated[str, typer.Argument(metavar="TENANT")]
+KeyId = Annotated[str, typer.Argument(metavar="KEY_ID", help="As `staccato key ls` shows it.")]
+
+
+@tenant.command("create")
+def create_tenant(name: str, url: Url = None, key: Key = None, json: Json = False) -> None:
+    """Create a tenant."""
+    with connect(url, key) as gateway:
+        print_row(gateway.post(route("tenants"), {"name": name}), TENANT, json)
+
+
+@tenant.command("ls")
+def list_tenants(url: Url = None, key: Key = None, json: Json = False) -> None:
+    """List the tenants."""
+    with connect(url, key) as gateway:
+        print_rows(gateway.every(route("tenants")), TENANT, json)
+
+
+@key.command("create")
+def create_key(
+    tenant: TenantName,
+    name: Annotated[str | None, typer.Option(help="What the key is for.")] = None,
+    scope: Annotated[list[str] | None, typer.Option(help="What it may do; all by default. Repeat for several.")] = None,
+    expires: Annotated[str | None, typer.Option(metavar="TIME", help="As 2026-12-31T00:00:00Z.")] = None,
+    url: Url = None,
+    key: Key = None,
+    json: Json = False,
+) -> None:
+    """Create a key and print it: it is shown this once."""
+    body: Row = {"name": name, "scopes": scope, "expires_at": expires}
+    with connect(url, key) as gateway:
+        _print_secret(gateway.post(route("tenants", tenant, "keys"), body), json)
+
+
+@key.command("ls")
+def list_keys(tenant: TenantName, url: Url = None, key: Key = None, json: Json = False) -> None:
+    """List the keys of a tenant, by their prefixes."""
+    with connect(url, key) as gateway:
+        print_rows(gateway.every(route("tenants", tenant, "keys")), KEY, json)
+
+
+@key.command("rotate")
+def rotate_key(tenant: TenantName, key_id: KeyId, url: Url = None, key: Key = None, json: Json = False) -> None:
+    """Print a successor of a key; the old one goes on for a while."""
+    with connect(url, key) as gateway:
+        _print_secret(gateway.post(route("tenants", tenant, "keys", key_id, verb=":rotate")), json)
+
+
+@key.command("revoke")
+def revoke_key(tenant: TenantName, key_id: KeyId, url: Url = None, key: Key = None, json: Json = False) -> None:
+    """Refuse a key from now on."""
+    with connect(url, key) as gateway:
+        gateway.delete(route("tenants", tenant, "keys", key_id))
+    if json:
+        print_json({"id": key_id})
+    else:
+        note(f"key {key_id} is revoked: within 5 seconds no gateway takes it")
+
+
+def _print_secret(answer: Row, json: bool) -> None:
+    """Only the key goes to standard output, so that `KEY=$(staccato key create …)` works."""
+    if json:
+        print_json(answer)
+        return
+    typer.echo(answer["key"])
+    note(f"key {answer['id']}: keep it, it is not shown again")

@@ -1,0 +1,144 @@
+"""Every setting of the platform: read from `STACCATO_*` variables, checked once, printed by `staccato doctor`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit, urlunsplit
+
+from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from runtime.policy.turns import POLICIES
+
+PREFIX = "STACCATO_"
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used: names the variable, its value and what is expected."""
+
+
+def _paths(value: object) -> object:
+    return [Path(part) for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
+
+
+class Settings(BaseSettings):
+    """Read it with `load()`, which turns what is wrong into one sentence."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True, env_ignore_empty=True)
+
+    data: Path = Path(".staccato")  # folder of everything this machine keeps
+    host: str = "127.0.0.1"
+    port: int = Field(8080, ge=1, le=65535)
+    database_url: str = Field(default_factory=lambda values: f"sqlite:///{values['data'] / 'staccato.db'}")
+    nats_url: str | None = None  # None: `staccato up` starts a nats-server of its own
+    admin_key: SecretStr | None = None  # None: the one in DATA/admin.key, made on the first start
+    model_roots: Annotated[list[Path], NoDecode, BeforeValidator(_paths)] = []  # tenants may register below these
+    runtimes: int = Field(1, ge=0, le=64)
+    device_memory: ByteSize = ByteSize(512 << 20)  # of each runtime's page pool on a machine without a GPU
+    policy: str = "round-robin"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    body_limit_bytes: ByteSize = ByteSize(8 << 20)
+    header_deadline_s: float = Field(10.0, gt=0)
+    body_deadline_s: float = Field(30.0, gt=0)
+    hold_deadline_s: float = Field(60.0, gt=0)  # longest wait for a model that wakes
+
+    @field_validator("data")
+    @classmethod
+    def _absolute(cls, data: Path) -> Path:
+        return data.expanduser().absolute()  # children may run elsewhere
+
+    @field_validator("policy")
+    @classmethod
+    def _known(cls, policy: str) -> str:
+        if policy not in POLICIES:
+            raise ValueError(f"choose one of {', '.join(POLICIES)}")
+        return policy
+
+    @property
+    def admin_key_file(self) -> Path:
+        return self.data / "admin.key"
+
+    @property
+    def pepper_file(self) -> Path:
+        return self.data / "pepper"
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine finds the gateway."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "") else "[::1]" if self.host == "::" else self.host
+        return f"http://{host}:{self.port}"
+
+
+def load(**overrides: object) -> Settings:
+    """The settings of the environment, `overrides` (None: not given) before it. Raises SettingsError."""
+    given = {name: value for name, value in overrides.items() if value is not None}
+    try:
+        return Settings(**given)  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        shown = "" if name == "admin_key" else f" is {str(first['input'])!r}"
+        reason = first["msg"].removeprefix("Value error, ")
+        raise SettingsError(f"{PREFIX}{name.upper()}{shown}: {reason}") from error
+
+
+def shown(settings: Settings) -> dict[str, str]:
+    """Variable → value, secrets and passwords replaced by asterisks."""
+    values = {name: getattr(settings, name) for name in Settings.model_fields}
+    return {PREFIX + name.upper(): _shown(name, value) for name, value in values.items()}
+
+
+def _shown(name: str, value: object) -> str:
+    if isinstance(value, ByteSize):
+        return value.human_readable()
+    if isinstance(value, list):
+        return os.pathsep.join(map(str, value))
+    if value is None:
+        return {"nats_url": "a child of `staccato up`", "admin_key": "in DATA/admin.key"}[name]
+    return redacted(str(value))
+
+
+def redacted(url: str) -> str:
+    """The URL without its password; any other text as it is."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    user, _, host = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}:***@{host}"))
+
+
+# ── secrets kept in the data folder ───────────────────────────────────────────────────────────────────────────────────
+
+
+def admin_key(settings: Settings) -> str:
+    """The operator's key: the one of the environment, else DATA/admin.key, which is made when it is not there."""
+    if settings.admin_key is not None:
+        return settings.admin_key.get_secret_value()
+    return _kept(settings.admin_key_file, "sk-st-admin-" + secrets.token_urlsafe(32))
+
+
+def pepper(settings: Settings) -> bytes:
+    """What tenants' keys are hashed with, DATA/pepper; made when it is not there."""
+    return bytes.fromhex(_kept(settings.pepper_file, secrets.token_hex(32)))
+
+
+def _kept(path: Path, fresh: str) -> str:
+    """The text of `path`; where there is none, `fresh` is written first. Two processes at once agree on one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    if not path.exists():
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(fresh + "\n")
+            file.flush()
+            os.fsync(descriptor)
+        try:
+            os.link(draft, path)  # fails, instead of replacing, when another process was first
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    return path.read_text().strip()

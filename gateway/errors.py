@@ -1,0 +1,107 @@
+"""What went wrong, said once and shown in two dialects: RFC 9457 on the control plane, OpenAI's on the endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.responses import JSONResponse
+
+from store.db import DatabaseError
+
+TITLES = {
+    400: "Bad request",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "Not found",
+    405: "Method not allowed",
+    408: "Request timeout",
+    409: "Conflict",
+    412: "Precondition failed",
+    413: "Too large",
+    422: "Not valid",
+    429: "Too many requests",
+    500: "Internal error",
+    503: "Not available",
+}
+
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One field that is wrong: a JSON pointer into the body, or `?name` for a query parameter."""
+
+    pointer: str
+    message: str
+
+
+class Problem(Exception):
+    """Ends the request with `status`. `code` is for programs, `detail` is one sentence for people."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        detail: str,
+        faults: list[Fault] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.status, self.code, self.detail = status, code, detail
+        self.faults, self.headers = faults or [], dict(headers or {})
+
+
+def unauthorized() -> Problem:
+    detail = "no valid API key: send `Authorization: Bearer sk-st-…`"
+    return Problem(401, "invalid_api_key", detail, headers={"www-authenticate": "Bearer"})
+
+
+def not_found(kind: str, name: str) -> Problem:
+    """Also the answer for what belongs to somebody else."""
+    return Problem(404, f"{kind}_not_found", f"there is no {kind} {name!r} here")
+
+
+def invalid(pointer: str, message: str) -> Problem:
+    return Problem(422, "invalid_field", f"{pointer or 'the body'}: {message}", [Fault(pointer, message)])
+
+
+def from_store(error: DatabaseError) -> Problem:
+    """The sentence names hosts and files, so it is for the operator's log; the client is told to come again."""
+    detail = "the database does not answer now: try again in a few seconds"
+    return Problem(503, "database_unavailable", detail, headers={"retry-after": "2"})
+
+
+def problem_response(problem: Problem, request_id: str) -> JSONResponse:
+    """RFC 9457."""
+    body: dict[str, object] = {
+        "type": "about:blank",
+        "title": TITLES.get(problem.status, "Error"),
+        "status": problem.status,
+        "detail": problem.detail,
+        "code": problem.code,
+        "request_id": request_id,
+    }
+    if problem.faults:
+        body["errors"] = [{"pointer": fault.pointer, "message": fault.message} for fault in problem.faults]
+    headers = problem.headers | {"x-request-id": request_id}
+    return JSONResponse(body, problem.status, headers, media_type="application/problem+json")
+
+
+def openai_error(problem: Problem) -> dict[str, object]:
+    """The object that stands in a response's body or in a stream's last event."""
+    server = "server_error" if problem.status >= 500 else "invalid_request_error"
+    kind = _OPENAI_TYPES.get(problem.status, server)
+    param = problem.faults[0].pointer.lstrip("/") if problem.faults else None
+    return {"error": {"message": problem.detail, "type": kind, "param": param, "code": problem.code}}
+
+
+def openai_response(problem: Problem, request_id: str) -> JSONResponse:
+    headers = problem.headers | {"x-request-id": request_id}
+    return JSONResponse(openai_error(problem), problem.status, headers)

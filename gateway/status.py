@@ -1,0 +1,66 @@
+"""How a deployment is: what the database wants and what the runtimes say, as one answer. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from store.deployments import Deployment, Revision
+from store.wire import ModelState, Residency
+
+# Of several runtimes the one that is furthest speaks for all.
+_FURTHEST = (Residency.RESIDENT, Residency.LOADING, Residency.LEAVING, Residency.COLD, Residency.FAILED)
+
+States = Mapping[str, ModelState]  # runtime id → state of one engine
+
+
+def status(deployment: Deployment, active: States, target: States) -> dict[str, object]:
+    residency = _residency(active)
+    loads_ms = [state.load_ms for state in active.values() if state.load_ms > 0]
+    return {
+        "phase": phase(deployment.desired_state, active),
+        "desired_state": deployment.desired_state,
+        "active_revision": deployment.active.number,
+        "target_revision": deployment.target.number if deployment.target else None,
+        "residency": residency.name.lower() if residency is not None else "none",
+        "conditions": _conditions(deployment, active, target),
+        "progress": None,
+        "last_cold_start_ms": round(max(loads_ms), 1) if loads_ms else None,
+    }
+
+
+def phase(desired_state: str, states: States) -> str:
+    """deploying | waking | awake | asleep | failed. Asleep is healthy, and failed ends when a load succeeds."""
+    match _residency(states):
+        case Residency.RESIDENT:
+            return "awake"
+        case Residency.LOADING:
+            return "waking"
+        case Residency.FAILED:
+            return "failed"
+        case Residency.COLD | Residency.LEAVING:
+            loaded = any(state.load_ms > 0 for state in states.values())
+            return "asleep" if loaded or desired_state == "asleep" else "deploying"
+    return "deploying"
+
+
+def _residency(states: States) -> Residency | None:
+    known = {state.residency for state in states.values()}
+    return next((residency for residency in _FURTHEST if residency in known), None)
+
+
+def _conditions(deployment: Deployment, active: States, target: States) -> list[dict[str, object]]:
+    conditions = _failures("RevisionFailed", deployment.active, active)
+    if deployment.target is not None:
+        failures = _failures("TargetFailed", deployment.target, target)
+        waiting = f"revision {deployment.target.number} takes the traffic once a runtime has loaded it"
+        pending = {"type": "TargetPending", "revision": deployment.target.number, "runtime": None, "message": waiting}
+        conditions += failures or [pending]
+    return conditions
+
+
+def _failures(kind: str, revision: Revision, states: States) -> list[dict[str, object]]:
+    return [
+        {"type": kind, "revision": revision.number, "runtime": runtime, "message": state.error}
+        for runtime, state in sorted(states.items())
+        if state.residency is Residency.FAILED
+    ]

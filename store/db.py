@@ -1,0 +1,285 @@
+"""The database: SQLite (one file, embedded) or PostgreSQL, by URL; transactions, migrations, and errors one can act on.
+
+Writers of SQLite begin IMMEDIATE: a transaction that read first and writes later could otherwise fail in its middle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import uuid_utils
+from sqlalchemy import URL, Row, Select, Table, event, inspect, make_url, text
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+BUSY_TIMEOUT_S = 5.0  # longest wait for another process's write lock
+MIGRATION_TIMEOUT_S = 120.0
+MIGRATION_LOCK = 0x57ACCA70  # key of PostgreSQL's advisory lock
+
+AnyRow: TypeAlias = "Row[*tuple[Any, ...]]"
+AnySelect: TypeAlias = "Select[*tuple[Any, ...]]"
+
+_MIGRATIONS = Path(__file__).resolve().parent.parent / "migrations"
+
+
+class DatabaseError(Exception):
+    """The database could not do what was asked; the message names it and the remedy."""
+
+
+class DatabaseLocked(DatabaseError):
+    pass
+
+
+class DiskFull(DatabaseError):
+    pass
+
+
+class DatabaseUnreachable(DatabaseError):
+    pass
+
+
+class NotMigrated(DatabaseError):
+    pass
+
+
+class Taken(Exception):
+    """Another one has the name."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__(f"there is already a {kind} {name!r}: choose another name or delete it first")
+        self.kind, self.name = kind, name
+
+
+@contextlib.contextmanager
+def added_once(kind: str, name: str) -> Iterator[None]:
+    """Around an insert that a unique index over the name may refuse. Raises Taken."""
+    try:
+        yield
+    except IntegrityError as error:
+        raise Taken(kind, name) from error
+
+
+def insert(connection: AsyncConnection, table: Table) -> sqlite.Insert | postgresql.Insert:
+    """An INSERT that understands ON CONFLICT, in the dialect of the connection."""
+    return sqlite.insert(table) if connection.dialect.name == "sqlite" else postgresql.insert(table)
+
+
+def new_id() -> str:
+    """32 hex digits that sort by the time they were made."""
+    return uuid_utils.uuid7().hex
+
+
+def now_us() -> int:
+    return time.time_ns() // 1000
+
+
+class Database:
+    """Transactions on one database; `write` commits when its block ends without an exception."""
+
+    def __init__(self, url: str, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
+        self._url = _driver_url(url)
+        self._engine = _engine(self._url, busy_timeout_s)
+        self._writer = self._engine.execution_options(writes=True)
+        # SQLite has one writer: waiting here in order beats its polling for the file's lock.
+        self._turn: contextlib.AbstractAsyncContextManager[Any] = (
+            asyncio.Lock() if self.is_sqlite else contextlib.nullcontext()
+        )
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, url: str) -> AsyncIterator[Database]:
+        """Raises NotMigrated unless the database has the shape this version needs."""
+        database = cls(url)
+        try:
+            await database.check()
+            yield database
+        finally:
+            await database.close()
+
+    @property
+    def is_sqlite(self) -> bool:
+        return self._url.get_backend_name() == "sqlite"
+
+    @property
+    def shown_url(self) -> str:
+        """Without the password."""
+        return self._url.render_as_string(hide_password=True)
+
+    @contextlib.asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncConnection]:
+        with self._translated():
+            async with self._engine.begin() as connection:
+                yield connection
+
+    @contextlib.asynccontextmanager
+    async def write(self) -> AsyncIterator[AsyncConnection]:
+        with self._translated():
+            async with self._turn, self._writer.begin() as connection:
+                yield connection
+
+    async def close(self) -> None:
+        await self._engine.dispose()
+
+    async def check(self) -> None:
+        found, needed = await self.revision(), head()
+        if found != needed:
+            raise NotMigrated(
+                f"the database {self.shown_url} is at revision {found or 'none'}, this version needs {needed}: "
+                "start `staccato up` once, which migrates it, or upgrade staccato when the database is newer"
+            )
+
+    async def revision(self) -> str | None:
+        """None when it was never migrated."""
+        async with self.read() as connection:
+            if not await connection.run_sync(lambda c: inspect(c).has_table("alembic_version")):
+                return None
+            found: str | None = await connection.scalar(text("SELECT version_num FROM alembic_version"))
+            return found
+
+    async def migrate(self, revision: str = "head") -> None:
+        """Everything or nothing, in one transaction; of several processes that start at once one works, others wait."""
+        async with self.write() as connection:
+            if not self.is_sqlite:
+                await connection.execute(text(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})"))
+            await connection.run_sync(_upgrade, revision)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (DBAPIError, OSError, TimeoutError) as error:
+            if known := _known(error, self.shown_url):
+                raise known from error
+            raise
+
+
+def migrate(url: str) -> None:
+    """Bring the database to the shape this version needs. For code without an event loop. Raises DatabaseError."""
+
+    async def work() -> None:
+        database = Database(url, busy_timeout_s=MIGRATION_TIMEOUT_S)
+        try:
+            await database.migrate()
+        finally:
+            await database.close()
+
+    asyncio.run(work())
+
+
+def revision(url: str) -> str | None:
+    """Which revision it is at; None: never migrated. For code without an event loop. Raises DatabaseError."""
+
+    async def work() -> str | None:
+        database = Database(url)
+        try:
+            return await database.revision()
+        finally:
+            await database.close()
+
+    return asyncio.run(work())
+
+
+@functools.cache
+def head() -> str:
+    """The revision this version needs."""
+    from alembic.script import ScriptDirectory  # 0.1 s and 10 MB that only a start needs
+
+    newest = ScriptDirectory(str(_MIGRATIONS)).get_current_head()
+    assert newest is not None, f"no migrations in {_MIGRATIONS}"
+    return newest
+
+
+def _upgrade(connection: Connection, revision: str) -> None:
+    from alembic import command
+    from alembic.config import Config
+    from alembic.util import CommandError
+
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    move = command.upgrade if revision == "head" else command.downgrade
+    try:
+        move(config, revision)
+    except CommandError as error:
+        raise NotMigrated(f"the database was written by a newer version ({error}): upgrade staccato") from error
+
+
+# ── drivers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _driver_url(url: str) -> URL:
+    """With the async driver: `sqlite:///file` and `postgresql://…` are what people write."""
+    drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
+    try:
+        parsed = make_url(url)
+        return parsed.set(drivername=drivers[parsed.drivername.split("+")[0]])
+    except (ArgumentError, KeyError) as error:
+        raise DatabaseUnreachable(
+            "STACCATO_DATABASE_URL is not understood: write sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME"
+        ) from error
+
+
+def _engine(url: URL, busy_timeout_s: float) -> AsyncEngine:
+    if url.get_backend_name() != "sqlite":
+        lock_ms = f"{busy_timeout_s * 1000:.0f}"
+        options = {"timeout": 5, "server_settings": {"lock_timeout": lock_ms, "application_name": "staccato"}}
+        return create_async_engine(url, pool_pre_ping=True, pool_size=10, connect_args=options)
+    engine = create_async_engine(
+        url, pool_size=4, max_overflow=0, connect_args={"timeout": busy_timeout_s, "isolation_level": None}
+    )
+    event.listen(engine.sync_engine, "connect", _prepare_sqlite)
+    event.listen(engine.sync_engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _prepare_sqlite(connection: Any, record: object) -> None:
+    cursor = connection.cursor()
+    for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    writes = connection.get_execution_options().get("writes")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+# ── errors ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_FULL = ("disk is full", "No space left", "53100")
+_LOCKED = ("database is locked", "database table is locked", "55P03", "lock timeout")
+_UNMIGRATED = ("no such table", "no such column", "42P01", "42703", "UndefinedTable", "UndefinedColumn")
+_UNREACHABLE = (
+    "unable to open",
+    "not a database",
+    "connection is closed",
+    "Connection refused",
+    "57P0",  # the server shuts down or starts
+    "28P01",  # wrong password
+    "3D000",  # no such database
+)
+
+
+def _known(error: Exception, url: str) -> DatabaseError | None:
+    """The error as one of ours, or None: then it is our own mistake and should be seen as it is."""
+    cause = getattr(error, "orig", None) or error
+    said = f"{type(cause).__name__} {getattr(cause, 'sqlstate', '')} {cause}"
+    short = str(cause).removeprefix(f"{type(cause)}: ").splitlines()[0] if str(cause) else type(cause).__name__
+    if any(mark in said for mark in _FULL):
+        return DiskFull(f"no space left for the database {url} ({short}): free some or move it")
+    if any(mark in said for mark in _LOCKED):
+        return DatabaseLocked(f"the database {url} is locked by another process ({short}): end it or try again")
+    if any(mark in said for mark in _UNMIGRATED):
+        return NotMigrated(f"the database {url} is not migrated ({short}): start `staccato up` once, which migrates it")
+    lost = isinstance(error, OSError) or (isinstance(error, DBAPIError) and error.connection_invalidated)
+    if lost or any(mark in said for mark in _UNREACHABLE):
+        return DatabaseUnreachable(f"the database {url} is not reachable ({short}): start it or correct its URL")
+    return None

@@ -1,0 +1,91 @@
+"""The process that books usage: from the bus's stream into the database, acknowledged only once it is committed.
+
+Whatever dies in between, the stream delivers again and booking again changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+import structlog
+import uvloop
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from store import observe, usage
+from store.bus import Bus, BusError, UsageBatch
+from store.db import Database, DatabaseError, NotMigrated, now_us
+
+log = structlog.get_logger()
+
+CONSUMER = "ledger"
+BATCH_MOST = 500
+RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # between attempts; the last one again and again
+
+
+class LedgerSettings(BaseSettings):
+    """`STACCATO_NATS_URL`, `STACCATO_DATABASE_URL`."""
+
+    model_config = SettingsConfigDict(env_prefix="STACCATO_", extra="ignore")
+
+    nats_url: str = "nats://127.0.0.1:4222"
+    database_url: str
+
+
+async def consume(bus: Bus, database: Database) -> None:
+    """Endless."""
+    async for batch in bus.usage_batches(CONSUMER, BATCH_MOST):
+        await _book(database, batch)
+        try:
+            await batch.ack()
+        except BusError as error:  # it comes again, and changes nothing then
+            log.warning("ledger.not_acknowledged", messages=len(batch.usages), error=str(error))
+
+
+async def _book(database: Database, batch: UsageBatch) -> None:
+    """Until it is committed."""
+    attempt = 0
+    while True:
+        try:
+            async with database.write() as connection:
+                await usage.book(connection, batch.usages, now_us())
+            return
+        except NotMigrated:
+            raise
+        except DatabaseError as error:
+            pause_s = RETRY_S[min(attempt, len(RETRY_S) - 1)]
+            log.warning("ledger.retry", in_s=pause_s, messages=len(batch.usages), error=str(error))
+            await asyncio.sleep(pause_s)
+            attempt += 1
+
+
+async def serve(settings: LedgerSettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
+    async with Database.open(settings.database_url) as database, Bus.connect(settings.nats_url, "ledger") as bus:
+        consuming = asyncio.create_task(consume(bus, database))
+        stopping = asyncio.create_task(stop.wait())
+        log.info("ledger.ready", database=database.shown_url)
+        done, left = await asyncio.wait([consuming, stopping], return_when=asyncio.FIRST_COMPLETED)
+        for task in left:  # a transaction that is cut off is delivered again
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        for task in done:
+            task.result()
+
+
+def main() -> int:
+    observe.configure_logs("ledger")
+    try:
+        uvloop.run(serve(LedgerSettings()))  # type: ignore[call-arg]  # the URL comes from the environment
+    except (ValueError, BusError, DatabaseError) as error:
+        print(f"ledger: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

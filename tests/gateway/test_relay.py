@@ -1,0 +1,261 @@
+"""Streams over a real NATS server from a scripted runtime that loses what it is told to lose: a gap is repaired or ends
+the stream with an error, never silence."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from gateway import relay as relay_module
+from gateway.relay import Refused, Relay
+from runtime.ring import Ring
+from store import wire
+from store.bus import Bus, NoAnswer
+from store.wire import Delta, Finish
+from tests.conftest import NatsServer
+
+
+class ScriptedRuntime:
+    """Speaks the runtime's side of the wire; `lose=True` numbers and keeps a frame and does not send it."""
+
+    def __init__(self, bus: Bus, epoch: int = 1, id: str = "r1") -> None:
+        self.bus, self.epoch, self.id = bus, epoch, id
+        self.ring = Ring()
+        self.runs: list[wire.Run] = []
+        self.cancelled: list[int] = []
+        self.refusal: wire.Refusal | None = None
+        self.mute = False  # no heartbeats
+        self._beating: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self.bus.respond(wire.run_subject(self.id), self._run)
+        await self.bus.respond(wire.repair_subject(self.id), self._repair)
+        await self.bus.subscribe(wire.cancel_subject(self.id), self._cancel)
+        self._beating = asyncio.create_task(self._beat())
+
+    def stop(self) -> None:
+        assert self._beating is not None
+        self._beating.cancel()
+
+    async def make(self, stream: int, at: int, tokens: list[int], finish: Finish | None = None, lose: bool = False):  # type: ignore[no-untyped-def]
+        frame = wire.encode(
+            wire.Frame(
+                runtime=self.id,
+                epoch=self.epoch,
+                seq=self.ring.last + 1,
+                deltas=[Delta(stream, tokens, at, finish)],
+            )
+        )
+        self.ring.keep(frame)
+        if not lose:
+            await self.send(frame)
+        return frame
+
+    async def send(self, frame: bytes) -> None:
+        await self.bus.publish(wire.frame_subject("g1"), frame)
+
+    async def _run(self, data: bytes) -> wire.Reply:
+        if self.refusal is not None:
+            return wire.Reply(refusal=self.refusal, reason="told to")
+        self.runs.append(wire.decode(wire.Run, data))
+        return wire.Reply(epoch=self.epoch, seq=self.ring.last)
+
+    async def _repair(self, data: bytes) -> wire.Message:
+        repair = wire.decode(wire.Repair, data)
+        frames, complete = self.ring.since(repair.first, repair.last)
+        return wire.Repaired(frames=frames, complete=complete)
+
+    async def _cancel(self, data: bytes) -> None:
+        self.cancelled += wire.decode(wire.Cancel, data).streams
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(0.1)
+            if not self.mute:
+                await self.send(wire.encode(wire.Frame(runtime=self.id, epoch=self.epoch, seq=self.ring.last)))
+
+
+class Heard:
+    """A sink that remembers."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.end: Delta | None = None
+        self._ended = asyncio.Event()
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            assert self.end is None, "something came after the end"
+            self.tokens += delta.tokens
+            if delta.finish is not None:
+                self.end = delta
+                self._ended.set()
+
+    async def until_end(self) -> Delta:
+        async with asyncio.timeout(8):
+            await self._ended.wait()
+        assert self.end is not None
+        return self.end
+
+
+def run(stream: int) -> wire.Run:
+    return wire.Run(
+        gateway="g1",
+        stream=stream,
+        model="m",
+        request="q",
+        attempt=1,
+        prompt_tokens=1,
+        max_tokens=9,
+        payload=b"",
+        engine="e",
+    )
+
+
+@contextlib.asynccontextmanager
+async def joined(nats: NatsServer) -> AsyncIterator[tuple[Relay, ScriptedRuntime]]:
+    async with Bus.connect(nats.url, "gateway") as gateway_bus, Bus.connect(nats.url, "runtime") as runtime_bus:
+        relay, runtime = Relay(gateway_bus, "g1"), ScriptedRuntime(runtime_bus)
+        await relay.start()
+        await runtime.start()
+        await asyncio.sleep(0.05)  # subscriptions reach the server
+        yield relay, runtime
+        runtime.stop()
+        relay.stop()
+
+
+async def test_tokens_come_in_order_and_end(nats_server: NatsServer) -> None:
+    async with joined(nats_server) as (relay, runtime):
+        heard = Heard()
+        await relay.run("r1", run(1), heard)
+        await runtime.make(1, 0, [1, 2])
+        await runtime.make(1, 2, [3], Finish.STOP)
+        assert (await heard.until_end()).finish is Finish.STOP
+        assert heard.tokens == [1, 2, 3] and relay.open_streams == 0
+
+
+async def test_a_lost_frame_is_repaired_before_later_ones_are_delivered(nats_server: NatsServer) -> None:
+    async with joined(nats_server) as (relay, runtime):
+        heard = Heard()
+        await relay.run("r1", run(1), heard)
+        await runtime.make(1, 0, [1])
+        await runtime.make(1, 1, [2], lose=True)
+        await runtime.make(1, 2, [3], lose=True)
+        await runtime.make(1, 3, [4], Finish.STOP)
+        await heard.until_end()
+        assert heard.tokens == [1, 2, 3, 4]
+
+
+async def test_a_lost_last_frame_is_noticed_by_the_heartbeat(nats_server: NatsServer) -> None:
+    async with joined(nats_server) as (relay, runtime):
+        heard = Heard()
+        await relay.run("r1", run(1), heard)
+        await runtime.make(1, 0, [1])
+        await runtime.make(1, 1, [2], Finish.LENGTH, lose=True)
+        await heard.until_end()
+        assert heard.tokens == [1, 2]
+
+
+async def test_a_frame_sent_twice_is_delivered_once(nats_server: NatsServer) -> None:
+    async with joined(nats_server) as (relay, runtime):
+        heard = Heard()
+        await relay.run("r1", run(1), heard)
+        frame = await runtime.make(1, 0, [1])
+        await runtime.send(frame)
+        await runtime.make(1, 1, [2], Finish.STOP)
+        await heard.until_end()
+        assert heard.tokens == [1, 2]
+
+
+async def test_what_can_no_longer_be_repaired_ends_the_stream_with_an_error(nats_server: NatsServer) -> None:
+    async with joined(nats_server) as (relay, runtime):
+        lost, later = Heard(), Heard()
+        await relay.run("r1", run(1), lost)
+        await runtime.make(1, 0, [1])
+        await runtime.make(1, 1, [2], lose=True)
+        runtime.ring.clear()
+        await runtime.make(1, 2, [3])
+        end = await lost.until_end()
+        assert end.finish is Finish.ERROR and "lost on the way" in end.error
+        assert lost.tokens == [1]
+        await relay.run("r1", run(2), later)  # the runtime is as good as before
+        await runtime.make(2, 0, [7], Finish.STOP)
+        await later.until_end()
+        assert later.tokens == [7]
+
+
+async def test_a_silent_runtime_is_taken_for_dead_within_three_seconds(nats_server: NatsServer) -> None:
+    async with joined(nats_server) as (relay, runtime):
+        heard = Heard()
+        await relay.run("r1", run(1), heard)
+        await runtime.make(1, 0, [1])
+        runtime.mute = True
+        started = asyncio.get_running_loop().time()
+        end = await heard.until_end()
+        assert end.finish is Finish.ERROR and "silent" in end.error
+        assert asyncio.get_running_loop().time() - started < 3.5
+
+
+async def test_a_restarted_runtime_ends_its_old_streams_and_serves_new_ones(nats_server: NatsServer) -> None:
+    async with joined(nats_server) as (relay, runtime):
+        old, new = Heard(), Heard()
+        await relay.run("r1", run(1), old)
+        await runtime.make(1, 0, [1])
+        runtime.epoch, runtime.ring = 2, Ring()
+        await relay.run("r1", run(2), new)
+        assert "restarted" in (await old.until_end()).error
+        await runtime.make(2, 0, [5], Finish.STOP)
+        await new.until_end()
+        assert (old.tokens, new.tokens) == ([1], [5])
+
+
+async def test_cancel_reaches_the_runtime_and_nothing_more_is_delivered(nats_server: NatsServer) -> None:
+    async with joined(nats_server) as (relay, runtime):
+        heard = Heard()
+        await relay.run("r1", run(1), heard)
+        await relay.cancel([1])
+        await runtime.make(1, 0, [1])
+        await asyncio.sleep(0.2)
+        assert runtime.cancelled == [1] and heard.tokens == [] and heard.end is None
+
+
+async def test_a_refusal_says_why(nats_server: NatsServer) -> None:
+    async with joined(nats_server) as (relay, runtime):
+        runtime.refusal = wire.Refusal.DRAINING
+        with pytest.raises(Refused, match="told to") as caught:
+            await relay.run("r1", run(1), Heard())
+        assert caught.value.refusal is wire.Refusal.DRAINING and relay.open_streams == 0
+        with pytest.raises(NoAnswer):
+            await relay.run("nobody", run(2), Heard())
+
+
+async def test_a_restart_of_nats_in_mid_stream_loses_nothing(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "SILENCE_S", 4.0)
+    async with joined(nats_server) as (relay, runtime):
+        heard = Heard()
+        await relay.run("r1", run(1), heard)
+        await runtime.make(1, 0, [1])
+        nats_server.kill()
+        await runtime.make(1, 1, [2], lose=True)  # as if it had been on the wire when the server died
+        await asyncio.sleep(0.5)
+        nats_server.start()
+        await runtime.make(1, 2, [3], Finish.STOP)
+        await heard.until_end()
+        assert heard.tokens == [1, 2, 3]
+
+
+async def test_a_bus_that_stays_away_ends_the_streams(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "BUS_GRACE_S", 1.0)
+    async with joined(nats_server) as (relay, runtime):
+        heard = Heard()
+        await relay.run("r1", run(1), heard)
+        nats_server.kill()
+        assert "bus is away" in (await heard.until_end()).error
+        nats_server.start()

@@ -1,0 +1,47 @@
+"""The phase of a deployment, from what runtimes say."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.rollout import loadable
+from gateway.status import phase
+from store.wire import ModelState, Residency
+
+COLD, LOADING, RESIDENT, FAILED, LEAVING = (
+    ModelState(residency=r)
+    for r in (Residency.COLD, Residency.LOADING, Residency.RESIDENT, Residency.FAILED, Residency.LEAVING)
+)
+SLEPT = ModelState(residency=Residency.COLD, load_ms=10.0)
+
+
+@pytest.mark.parametrize(
+    ("states", "desired", "expected"),
+    [
+        ([], "awake", "deploying"),
+        ([COLD], "awake", "deploying"),  # it was never loaded: nobody knows whether it can be
+        ([COLD], "asleep", "asleep"),
+        ([SLEPT], "awake", "asleep"),
+        ([LOADING], "awake", "waking"),
+        ([RESIDENT], "asleep", "awake"),  # a request woke it
+        ([FAILED], "awake", "failed"),
+        ([FAILED, SLEPT], "awake", "asleep"),
+        ([FAILED, RESIDENT], "awake", "awake"),
+        ([LEAVING], "asleep", "asleep"),
+    ],
+)
+def test_the_phase_is_that_of_the_runtime_that_is_furthest(
+    states: list[ModelState], desired: str, expected: str
+) -> None:
+    assert phase(desired, {f"r{n}": state for n, state in enumerate(states)}) == expected
+
+
+def test_a_revision_is_loadable_once_some_runtime_has_loaded_it() -> None:
+    assert [loadable([state]) for state in (COLD, LOADING, FAILED, SLEPT, RESIDENT)] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert loadable([FAILED, RESIDENT]) and not loadable([])

@@ -1,0 +1,100 @@
+"""The ledger as a process: real NATS, a real database, and both of them going away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from store import usage
+from store.bus import Bus
+from store.db import Database
+from tests.conftest import NatsServer
+from tests.store.test_usage import message
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Ledger:
+    """`python -m store.ledger`."""
+
+    def __init__(self, nats_url: str, database_url: str) -> None:
+        settings = {"STACCATO_NATS_URL": nats_url, "STACCATO_DATABASE_URL": database_url}
+        command = [sys.executable, "-m", "store.ledger"]
+        self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | settings, stderr=subprocess.PIPE)
+
+    def end(self, number: int) -> tuple[int, str]:
+        """Its exit status and what it said."""
+        self.process.send_signal(number)
+        said = self.process.communicate(timeout=10)[1].decode()
+        return self.process.returncode, said
+
+
+async def _output_tokens(database: Database) -> int:
+    async with database.read() as connection:
+        totals = await usage.totals(connection, None, 0, 1 << 60, ())
+    return sum(total.output_tokens for total in totals)
+
+
+async def _until(found: Callable[[], Awaitable[int]], wanted: int) -> None:
+    deadline = time.monotonic() + 15
+    while (seen := await found()) != wanted:
+        assert time.monotonic() < deadline, f"{seen}, not {wanted}"
+        await asyncio.sleep(0.05)
+
+
+async def test_usage_is_booked_once_through_kills_of_ledger_and_nats(
+    nats_server: NatsServer, database_url: str
+) -> None:
+    async with Database.open(database_url) as database:
+        first = Ledger(nats_server.url, database_url)
+        async with Bus.connect(nats_server.url, "test") as bus:
+            for n in range(50):
+                await bus.publish_usage(message(f"r{n}", output_tokens=1, final=False))
+            await _until(lambda: _output_tokens(database), 50)
+            first.end(signal.SIGKILL)
+            for n in range(50):
+                await bus.publish_usage(message(f"r{n}", seq=2, output_tokens=3))
+        second = Ledger(nats_server.url, database_url)
+        try:
+            await _until(lambda: _output_tokens(database), 150)
+            nats_server.kill()
+            nats_server.start()
+            async with Bus.connect(nats_server.url, "test") as bus:
+                await bus.publish_usage(message("r50", output_tokens=7))
+            await _until(lambda: _output_tokens(database), 157)
+        finally:
+            status, said = second.end(signal.SIGTERM)
+    assert status == 0 and "Traceback" not in said, said
+
+
+async def test_a_locked_database_is_waited_for_with_a_line_in_the_log(nats_server: NatsServer, sqlite_url: str) -> None:
+    ledger = Ledger(nats_server.url, sqlite_url)
+    async with Database.open(sqlite_url) as database, Bus.connect(nats_server.url, "test") as bus:
+        await bus.publish_usage(message("r1", output_tokens=1))
+        await _until(lambda: _output_tokens(database), 1)
+        other = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        await bus.publish_usage(message("r2", output_tokens=1))
+        await asyncio.sleep(6)
+        assert await _output_tokens(database) == 1
+        other.close()
+        await _until(lambda: _output_tokens(database), 2)
+        status, said = ledger.end(signal.SIGTERM)
+    assert status == 0
+    assert "ledger.retry" in said and "is locked by another process" in said
+
+
+async def test_a_database_that_is_not_migrated_ends_the_ledger_with_one_sentence(
+    nats_server: NatsServer, tmp_path: Path
+) -> None:
+    ledger = Ledger(nats_server.url, f"sqlite:///{tmp_path}/empty.db")
+    said = ledger.process.communicate(timeout=10)[1].decode()
+    assert ledger.process.returncode == 1
+    assert "is at revision none" in said and "Traceback" not in said

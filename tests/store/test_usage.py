@@ -1,0 +1,192 @@
+"""Booking usage: any order and any repetition of messages gives the same rows and the same bill."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import delete, select
+
+from store import billing, tables, usage
+from store.db import Database
+from store.wire import Usage
+
+DAY_US = 24 * 3600 * 1_000_000
+NOVEMBER_US = round(datetime(2026, 11, 1, tzinfo=UTC).timestamp() * 1e6)
+
+
+def message(
+    request: str,
+    attempt: int = 1,
+    seq: int = 1,
+    final: bool = True,
+    tenant_id: str = "t",
+    deployment_id: str = "d",
+    prompt_tokens: int = 0,
+    cached_tokens: int = 0,
+    output_tokens: int = 0,
+    started_us: int = NOVEMBER_US,
+) -> Usage:
+    return Usage(
+        request=request,
+        attempt=attempt,
+        seq=seq,
+        final=final,
+        tenant_id=tenant_id,
+        key_id="k",
+        deployment_id=deployment_id,
+        deployment="chat",
+        revision=1,
+        model="engine-1",
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        output_tokens=output_tokens,
+        started_at=started_us / 1e6,
+        ended_at=started_us / 1e6 + seq,
+        finish="stop" if final else "open",
+    )
+
+
+@dataclass(frozen=True)
+class History:
+    """What gateways said of one attempt: counters that only grow, closed or not."""
+
+    request: str
+    attempt: int
+    prompt_tokens: int
+    outputs: tuple[int, ...]
+    closed: bool
+
+    def messages(self) -> list[Usage]:
+        last = len(self.outputs) - 1
+        return [
+            message(
+                self.request,
+                self.attempt,
+                seq=n + 1,
+                final=self.closed and n == last,
+                prompt_tokens=self.prompt_tokens,
+                output_tokens=output,
+            )
+            for n, output in enumerate(self.outputs)
+        ]
+
+
+_history = st.builds(
+    History,
+    request=st.sampled_from(["r1", "r2", "r3", "r4"]),
+    attempt=st.integers(1, 3),
+    prompt_tokens=st.integers(1, 50),
+    outputs=st.lists(st.integers(0, 100), min_size=1, max_size=4).map(lambda found: tuple(sorted(found))),
+    closed=st.booleans(),
+)
+
+
+@st.composite
+def _deliveries(draw: st.DrawFn) -> tuple[list[History], list[list[Usage]]]:
+    """Histories, and their messages in any order, some twice, cut into batches. Each message comes at least once."""
+    histories = draw(st.lists(_history, max_size=6, unique_by=lambda h: (h.request, h.attempt)))
+    sent = [m for history in histories for m in history.messages()]
+    again = draw(st.lists(st.sampled_from(sent), max_size=8)) if sent else []
+    order = draw(st.permutations(sent + again))
+    size = draw(st.integers(1, 5))
+    return histories, [order[start : start + size] for start in range(0, len(order), size)]
+
+
+async def _deliver(database: Database, batches: Iterable[list[Usage]]) -> list[tuple[object, ...]]:
+    async with database.write() as connection:
+        await connection.execute(delete(tables.usage))
+    for batch in batches:
+        async with database.write() as connection:
+            await usage.book(connection, batch, NOVEMBER_US)
+    async with database.read() as connection:
+        order = (tables.usage.c.request, tables.usage.c.attempt)
+        return [tuple(row) for row in await connection.execute(select(tables.usage).order_by(*order))]
+
+
+@given(_deliveries())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_any_order_and_repetition_books_the_same_rows(
+    database: Database, sent: tuple[list[History], list[list[Usage]]]
+) -> None:
+    histories, batches = sent
+    rows = await _deliver(database, batches)
+    assert rows == await _deliver(database, [[m for h in histories for m in h.messages()]])
+    assert [row[:4] for row in rows] == sorted((h.request, h.attempt, len(h.outputs), h.closed) for h in histories)
+    async with database.read() as connection:
+        (total,) = await usage.totals(connection, None, 0, 1 << 60, ()) or [None]
+    if total:
+        assert total.output_tokens == sum(h.outputs[-1] for h in histories)
+        assert total.prompt_tokens == sum(h.prompt_tokens for h in histories if h.attempt == 1)
+        assert total.requests == len({h.request for h in histories})
+
+
+async def test_a_closed_row_is_never_opened_again(database: Database) -> None:
+    batches = [[message("r", seq=3, output_tokens=8)], [message("r", seq=9, final=False, output_tokens=99)]]
+    for order in (batches, batches[::-1], [batches[0] + batches[1]]):
+        (row,) = await _deliver(database, order)
+        assert row[2:4] == (3, True)
+
+
+async def test_more_cached_than_prompt_tokens_never_make_a_negative_line(database: Database) -> None:
+    async with database.write() as connection:
+        await usage.book(connection, [message("r", prompt_tokens=3, cached_tokens=9)], NOVEMBER_US)
+    async with database.read() as connection:
+        assert [line.quantity for line in await billing.lines(connection, "2026-11", None)] == [3]
+
+
+async def test_two_ledgers_at_once_book_each_row_once(database_url: str) -> None:
+    sent = [message(f"r{n:02}", seq=seq, output_tokens=n * seq) for n in range(40) for seq in (1, 2)]
+    async with Database.open(database_url) as one, Database.open(database_url) as other:
+
+        async def book(database: Database, order: list[Usage]) -> None:
+            for start in range(0, len(order), 10):
+                async with database.write() as connection:
+                    await usage.book(connection, order[start : start + 10], NOVEMBER_US)
+
+        await asyncio.gather(book(one, sent), book(other, sent[::-1]))
+        async with one.read() as connection:
+            (total,) = await usage.totals(connection, None, 0, 1 << 60, ())
+    assert (total.requests, total.output_tokens) == (40, sum(2 * n for n in range(40)))
+
+
+@pytest.mark.parametrize(
+    ("group_by", "expected"),
+    [
+        ((), [({}, 3)]),
+        (("deployment",), [({"deployment": "chat"}, 3)]),
+        (("hour",), [({"hour": "2026-11-01T00:00:00Z"}, 2), ({"hour": "2026-11-01T01:00:00Z"}, 1)]),
+        (("day", "key"), [({"day": "2026-11-01", "key": "k"}, 3)]),
+        (("tenant", "model"), [({"tenant": "t", "model": "engine-1"}, 3)]),
+    ],
+)
+async def test_sums_are_by_what_was_asked_for(
+    database: Database, group_by: tuple[str, ...], expected: list[tuple[dict[str, str], int]]
+) -> None:
+    starts = (NOVEMBER_US, NOVEMBER_US + 3599 * 10**6, NOVEMBER_US + 3600 * 10**6, NOVEMBER_US + DAY_US)
+    async with database.write() as connection:
+        sent = [message(f"r{n}", output_tokens=1, started_us=us) for n, us in enumerate(starts)]
+        await usage.book(connection, sent, NOVEMBER_US + DAY_US)
+    async with database.read() as connection:
+        found = await usage.totals(connection, None, NOVEMBER_US, NOVEMBER_US + DAY_US, group_by)
+    assert [(total.group, total.output_tokens) for total in found] == expected
+
+
+async def test_amounts_of_two_currencies_are_never_added(database: Database) -> None:
+    async with database.write() as connection:
+        await billing.add_price(connection, None, None, "USD", (0, 0, 5), NOVEMBER_US, 1)
+        await billing.add_price(connection, None, None, "EUR", (0, 0, 7), NOVEMBER_US + 2, 1)
+        await billing.add_price(connection, None, None, "USD", (0, 0, 11), NOVEMBER_US + 4, 1)
+        sent = [message(f"r{n}", output_tokens=1, started_us=NOVEMBER_US + n) for n in range(6)]
+        await usage.book(connection, sent, NOVEMBER_US)
+    async with database.read() as connection:
+        found = await usage.totals(connection, None, 0, 1 << 60, ())
+    assert [(total.currency, total.requests, total.amount_pico) for total in found] == [
+        ("EUR", 2, 14),
+        ("USD", 4, 2 * 5 + 2 * 11),
+    ]
