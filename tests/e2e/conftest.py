@@ -1,0 +1,136 @@
+"""The whole platform as users start it: `staccato up` in a folder of its own, reached over HTTP alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.conftest import ROOT, free_port
+
+MODELS = ROOT / "deploy" / "demo" / "models"
+DEPLOYMENTS = {"faq": {}, "weather": {"tool_parser": "hermes"}, "poet": {}}
+
+
+@dataclass
+class Platform:
+    """A running `staccato up`."""
+
+    data: Path
+    port: int
+    settings: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[str] | None = None
+    keys: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, *arguments: str) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("STACCATO_")} | self.settings
+        command = [str(Path(sys.executable).with_name("staccato")), "up", "--data", str(self.data), "--port", str(self.port)]
+        with (self.data.parent / f"{self.data.name}.up.log").open("a") as log:
+            self.process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log, env=environment, text=True)
+        self.until(lambda: httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200, 90)
+
+    def until(self, done: Any, timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if done():
+                    return
+            assert self.process is not None and self.process.poll() is None, "`staccato up` ended"
+            assert time.monotonic() < deadline, f"not reached within {timeout_s} s; logs in {self.data}/logs"
+            time.sleep(0.1)
+
+    def stop(self) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def child(self, *words: str) -> psutil.Process:
+        """The one process of the tree whose command line has all of these words."""
+        assert self.process is not None
+        tree = psutil.Process(self.process.pid).children(recursive=True)
+        found = [child for child in tree if all(any(word in part for part in child.cmdline()) for word in words)]
+        assert len(found) == 1, f"{words}: {len(found)} processes"
+        return found[0]
+
+    # ── the control plane ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def admin_key(self) -> str:
+        return (self.data / "admin.key").read_text().strip()
+
+    def request(self, method: str, path: str, body: object = None, key: str | None = None) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key or self.admin_key}"}
+        return httpx.request(method, self.url + path, json=body, headers=headers, timeout=30)
+
+    def get(self, path: str, key: str | None = None) -> httpx.Response:
+        return self.request("GET", path, key=key)
+
+    def post(self, path: str, body: object, key: str | None = None) -> Any:
+        response = self.request("POST", path, body, key)
+        assert response.status_code < 300, response.text
+        return response.json()
+
+    def tenant(self, name: str) -> str:
+        """Create it; its key."""
+        self.post("/api/v1/tenants", {"name": name})
+        self.keys[name] = self.post(f"/api/v1/tenants/{name}/keys", {"name": "test"})["key"]
+        return self.keys[name]
+
+    def model(self, name: str, folder: Path) -> None:
+        self.post("/api/v1/models", {"name": name, "source": str(folder)})
+        self.until(lambda: self.get(f"/api/v1/models/{name}").json()["state"] != "importing")
+
+    def deploy(self, tenant: str, name: str, model: str | None = None, **spec: object) -> Any:
+        body = {"name": name, "model": model or name, "tenant": tenant, "dtype": "float32", **spec}
+        deployment = self.post("/api/v1/deployments", body)
+        path = f"/api/v1/deployments/{deployment['id']}"
+        self.until(lambda: self.get(path).json()["status"]["phase"] in ("awake", "asleep", "failed"), 90)
+        return self.get(path).json()
+
+    # ── the tenants' endpoints ────────────────────────────────────────────────────────────────────────────────────────
+
+    def client(self, tenant: str, **settings: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], **settings)
+
+    def async_client(self, tenant: str, **settings: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], **settings)
+
+    def usage(self, tenant: str) -> dict[str, int]:
+        """Totals over all deployments."""
+        rows = self.get("/api/v1/usage?group_by=deployment", key=self.keys[tenant]).json()["data"]
+        names = ("requests", "prompt_tokens", "output_tokens")
+        return {name: sum(int(row[name]) for row in rows) for name in names}
+
+
+@pytest.fixture(scope="session")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    """One for all tests that leave it as they found it: tenants `acme` and `globex`, models of the demo for `acme`."""
+    started = Platform(tmp_path_factory.mktemp("platform") / "data", free_port())
+    try:
+        started.start()
+        for tenant in ("acme", "globex"):
+            started.tenant(tenant)
+        for name, spec in DEPLOYMENTS.items():
+            started.model(name, MODELS / name)
+            assert started.deploy("acme", name, **spec)["status"]["phase"] == "awake"
+        yield started
+    finally:
+        code = started.stop()
+    assert code == 0
