@@ -133,7 +133,7 @@ class Call:
         """The id that the last page ended with; empty on the first."""
         cursor = self.query("cursor") or ""
         try:
-            id = base64.urlsafe_b64decode(cursor.encode()).decode()
+            id = base64.b64decode(cursor.encode(), b"-_", validate=True).decode()
         except (binascii.Error, UnicodeError):
             id = "?"
         if id and not re.fullmatch(r"[0-9a-f]{32}", id):

@@ -53,6 +53,7 @@ class Control:
         try:
             yield
         finally:
+            self.rollout.stop()
             rollout.cancel()
             await asyncio.gather(rollout, return_exceptions=True)
             await self._imports.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -54,10 +55,9 @@ class Fleet:
     async def change(self, timeout_s: float) -> None:
         """Until some lease changed, or the time is up."""
         changed = self._changed
-        try:
-            await asyncio.wait_for(changed.wait(), timeout_s)
-        except TimeoutError:
-            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
 
     def on_change(self, callback: Callable[[], None]) -> None:
         self._on_change.append(callback)

@@ -115,6 +115,8 @@ class Inference:
             caller = await self.auth.within(caller, tenant)
             if caller is None:
                 raise Problem(404, "not_found", "there is no such endpoint")
+        if "inference" not in caller.scopes:
+            raise Problem(403, "scope_missing", "this key lacks the scope `inference`: make one that has it")
         if caller.tenant_id is None:
             raise Problem(404, "not_found", "the admin key has no tenant of its own: use /t/TENANT/v1")
         return caller

@@ -133,7 +133,8 @@ class Meter:
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Waits for what is closed to be booked; what is not stays in the journal for the next gateway."""
         try:
-            await asyncio.wait_for(self._closed.join(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._closed.join()
         except TimeoutError:
             log.warning("meter.not_booked", calls=self._closed.qsize())
         for task in self._tasks:

@@ -40,14 +40,14 @@ class Rollout:
 
     def __init__(self, database: Database, fleet: Fleet, auth: Auth) -> None:
         self._database, self._fleet, self._auth = database, fleet, auth
-        self._due = asyncio.Event()
+        self._due, self._stopping = asyncio.Event(), False
         self._put: dict[str, EngineSpec] = {}
         self._waiting: list[tuple[str, int, str]] = []  # deployment, target revision, engine key
 
     async def run(self) -> None:
-        """Endless."""
+        """Until `stop`."""
         self._fleet.on_change(self._lease_changed)
-        while True:
+        while not self._stopping:
             pause_s = PERIOD_S
             try:
                 await self.step()
@@ -55,8 +55,14 @@ class Rollout:
                 log.warning("rollout.retry", in_s=RETRY_S, error=str(error))
                 pause_s = RETRY_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._due.wait(), pause_s)
+                async with asyncio.timeout(pause_s):  # wait_for of Python 3.11 may swallow a cancellation
+                    await self._due.wait()
             self._due.clear()
+
+    def stop(self) -> None:
+        """Cancelling alone is not enough: nats-py 2.16 swallows a cancellation that hits it in a KV look-up."""
+        self._stopping = True
+        self._due.set()
 
     def nudge(self) -> None:
         self._due.set()

@@ -122,7 +122,8 @@ class _Kept:
                 raise GaveUp(f"{self._child.name} {ended} {restarts.deaths} times in a row{self._last_words()}")
             self._say(f"{self._child.name} {ended}, starting it again in {restarts.pause_s:g} s; see {self._log.path}")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), restarts.pause_s)
+                async with asyncio.timeout(restarts.pause_s):
+                    await self._stopping.wait()
 
     async def _live(self) -> int:
         """From start to exit of one process; its exit code. What it leaves behind in its group is killed."""

@@ -176,7 +176,8 @@ async def start_nats(tree: Tree, settings: Settings) -> str:
     listening = asyncio.Event()
     waiting = asyncio.create_task(_set_when_listening(port, listening))
     try:
-        await asyncio.wait_for(tree.watch(listening), NATS_START_S)
+        async with asyncio.timeout(NATS_START_S):
+            await tree.watch(listening)
     except TimeoutError:
         raise UpError(f"nats-server does not listen on port {port} after {NATS_START_S:g} s; see {data}/logs") from None
     finally:

@@ -255,7 +255,8 @@ class Node:
             with contextlib.suppress(BusError):  # NATS is away: the lease runs out, gateways know
                 await self._bus.put(wire.LEASES, self._id, self._lease())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._lease_due.wait(), LEASE_PERIOD_S)
+                async with asyncio.timeout(LEASE_PERIOD_S):  # wait_for of Python 3.11 may swallow a cancellation
+                    await self._lease_due.wait()
 
     def _lease(self) -> wire.Lease:
         return wire.Lease(

@@ -28,6 +28,8 @@ log = structlog.get_logger()
 
 LEASE_TTL_S = 3.0
 REQUEST_TIMEOUT_S = 5.0
+FETCH_S = 2.0  # of one pull: a restarted server has forgotten it, so a longer one would wait for nothing
+CONNECT_TIMEOUT_S = 5.0  # to connect first; later the connection is mended for ever
 PAYLOAD_LEAST = 1 << 20  # bytes: a server that carries less is refused at start
 PENDING_MOST = 64 << 20  # bytes buffered per connection while the server is away
 
@@ -97,27 +99,27 @@ class Bus:
             log.warning("bus.error", name=name, error=f"{type(error).__name__}: {error}")
 
         try:
-            client = await nats.connect(
-                url,
-                name=name,
-                connect_timeout=2,
-                reconnect_time_wait=0.1,
-                max_reconnect_attempts=-1,
-                ping_interval=5,
-                max_outstanding_pings=2,
-                pending_size=PENDING_MOST,
-                allow_reconnect=True,
-                error_cb=failed,
-                reconnected_cb=reconnected,
-            )
-        except (TimeoutError, OSError, nats.errors.Error) as error:
-            raise BusError(
-                f"NATS at {url} is not reachable ({error}): start it or correct STACCATO_NATS_URL"
-            ) from error
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):  # it would try for ever, as it is to do later
+                client = await nats.connect(
+                    url,
+                    name=name,
+                    connect_timeout=2,
+                    reconnect_time_wait=0.1,
+                    max_reconnect_attempts=-1,
+                    ping_interval=5,
+                    max_outstanding_pings=2,
+                    pending_size=PENDING_MOST,
+                    allow_reconnect=True,
+                    error_cb=failed,
+                    reconnected_cb=reconnected,
+                )
+        except (OSError, nats.errors.Error, TimeoutError) as error:
+            shown = redacted(url)
+            raise BusError(f"NATS at {shown} is not reachable: start it or set STACCATO_NATS_URL") from error
         bus = cls(client)
         buses.append(bus)
         try:
-            await bus._prepare(url)
+            await bus._prepare(redacted(url))
             yield bus
         finally:
             with contextlib.suppress(Exception):  # close() while reconnecting raises TypeError in nats-py 2.16
@@ -226,6 +228,8 @@ class Bus:
             return await self._buckets[bucket].keys()
         except NoKeysError:
             return []
+        except (JetStreamError, nats.errors.Error, TimeoutError) as error:
+            raise BusError(f"{bucket}: not listed: {error}") from error
 
     async def watch(self, bucket: str, watcher: Watcher) -> None:
         """Tell `watcher` (key, value or None when deleted) all there is and every change, also after reconnects.
@@ -244,9 +248,15 @@ class Bus:
                 with contextlib.suppress(JetStreamError):  # deleted since it was listed
                     watcher(key, (await self._buckets[bucket].get(key)).value)
 
+        async def catch_up() -> None:
+            try:
+                await snapshot()
+            except (BusError, nats.errors.Error, TimeoutError) as error:  # away again: the next reconnect repeats it
+                log.warning("bus.snapshot_failed", bucket=bucket, error=str(error))
+
         await self._client.subscribe(prefix + ">", cb=changed)
         await snapshot()
-        self.on_reconnect(snapshot)
+        self.on_reconnect(catch_up)
 
     # ── usage ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -267,7 +277,7 @@ class Bus:
         )
         while True:
             try:
-                messages = await subscription.fetch(most, timeout=30)
+                messages = await subscription.fetch(most, timeout=FETCH_S)
             except (TimeoutError, nats.errors.TimeoutError):
                 continue
             except (JetStreamError, nats.errors.Error) as error:
@@ -276,6 +286,12 @@ class Bus:
                 continue
             usages = [usage for message in messages if (usage := await _usage(message))]
             yield UsageBatch(usages, messages)
+
+
+def redacted(url: str) -> str:
+    """The URL without the password or token in it."""
+    scheme, _, rest = url.rpartition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
 
 
 async def _usage(message: Msg) -> wire.Usage | None:

@@ -18,6 +18,7 @@ from sqlalchemy import URL, Row, Select, Table, event, inspect, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 BUSY_TIMEOUT_S = 5.0  # longest wait for another process's write lock
@@ -155,7 +156,9 @@ class Database:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except (DBAPIError, OSError, TimeoutError) as error:
+        except PoolTimeout as error:
+            raise DatabaseUnreachable(f"every connection to {self.shown_url} is in use: try again") from error
+        except (DBAPIError, OSError) as error:
             if known := _known(error, self.shown_url):
                 raise known from error
             raise

@@ -69,12 +69,13 @@ async def serve(settings: LedgerSettings) -> None:
         consuming = asyncio.create_task(consume(bus, database))
         stopping = asyncio.create_task(stop.wait())
         log.info("ledger.ready", database=database.shown_url)
-        done, left = await asyncio.wait([consuming, stopping], return_when=asyncio.FIRST_COMPLETED)
-        for task in left:  # a transaction that is cut off is delivered again
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        for task in done:
-            task.result()
+        await asyncio.wait([consuming, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if consuming.done():
+            return consuming.result()
+        while not consuming.done():  # nats-py can swallow a cancellation; a batch that is cut off is delivered again
+            consuming.cancel()
+            await asyncio.wait([consuming], timeout=0.5)
 
 
 def main() -> int:

@@ -32,8 +32,9 @@ def prompts() -> list[list[int]]:
 def serve_bare(model: str) -> None:
     """The child with vLLM's `LLM`: a line in, the seconds of a batch out."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    import runtime.engine.settings  # noqa: F401  (the same environment)
     from vllm import LLM, SamplingParams
+
+    import runtime.engine.settings  # noqa: F401  (the same environment)
 
     llm = LLM(
         model=model,

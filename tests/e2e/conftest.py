@@ -40,7 +40,14 @@ class Platform:
 
     def start(self, *arguments: str) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("STACCATO_")} | self.settings
-        command = [str(Path(sys.executable).with_name("staccato")), "up", "--data", str(self.data), "--port", str(self.port)]
+        command = [
+            str(Path(sys.executable).with_name("staccato")),
+            "up",
+            "--data",
+            str(self.data),
+            "--port",
+            str(self.port),
+        ]
         with (self.data.parent / f"{self.data.name}.up.log").open("a") as log:
             self.process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log, env=environment, text=True)
         self.until(lambda: httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200, 90)

@@ -96,6 +96,12 @@ async def stream(platform: Platform, prompt: list[int], tokens: int, started: as
     return outcome
 
 
+def running(platform: Platform) -> int:
+    """Requests that the runtime works for."""
+    gpus = platform.get("/api/v1/gpus").json()["data"]
+    return sum(model["running"] + model["waiting"] for gpu in gpus for model in gpu["models"].values())
+
+
 @pytest.mark.parametrize("victim", VICTIMS)
 async def test_a_killed_process_comes_back_and_no_token_is_lost_or_billed_twice(mortal: Platform, victim: str) -> None:
     before = await asyncio.to_thread(mortal.usage, "acme")
@@ -125,6 +131,9 @@ async def test_a_killed_process_comes_back_and_no_token_is_lost_or_billed_twice(
     outcomes.append(again)
     assert mortal.child(*VICTIMS[victim]).pid != process.pid
 
+    await asyncio.sleep(1.5)  # the next lease
+    assert await asyncio.to_thread(running, mortal) == 0, "the runtime works for nobody"
+
     delivered = sum(outcome.tokens for outcome in outcomes)
 
     def booked() -> int:
@@ -144,15 +153,9 @@ async def test_a_client_that_leaves_is_cancelled_in_the_runtime_within_two_secon
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     left_at = time.monotonic()
-
-    def running() -> int:
-        models = mortal.get("/api/v1/gpus").json()["data"][0]["models"]
-        return sum(model["running"] for model in models.values())
-
-    while await asyncio.to_thread(running):
+    while await asyncio.to_thread(running, mortal):
         assert time.monotonic() - left_at < 2.5
         await asyncio.sleep(0.1)
     await asyncio.sleep(1.0)
     booked = (await asyncio.to_thread(mortal.usage, "acme"))["output_tokens"] - before["output_tokens"]
     assert 20 < booked < 400
-

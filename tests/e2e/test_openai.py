@@ -83,9 +83,7 @@ def test_logprobs_come_for_each_token(platform: Platform) -> None:
 
 def test_stop_strings_end_the_answer_before_them(platform: Platform) -> None:
     word = LESSON.answer.split()[4]
-    answer = platform.client("acme").chat.completions.create(
-        model="faq", messages=QUESTION, temperature=0, stop=[word]
-    )
+    answer = platform.client("acme").chat.completions.create(model="faq", messages=QUESTION, temperature=0, stop=[word])
     assert answer.choices[0].message.content == LESSON.answer.split(word)[0]
     assert answer.choices[0].finish_reason == "stop"
 

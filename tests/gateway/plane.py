@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -99,7 +100,20 @@ async def until(found: Callable[[], Awaitable[Any]]) -> Any:
 
 
 @pytest.fixture
-async def plane(database: Database, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Plane]:
+async def plane(sqlite_url: str, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Plane]:
+    async with Database.open(sqlite_url) as database, _plane(database, nats_server, tmp_path) as made_plane:
+        yield made_plane
+
+
+@pytest.fixture
+async def plane_on_both(database: Database, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Plane]:
+    """For what depends on how a database keeps writers apart, and on its SQL."""
+    async with _plane(database, nats_server, tmp_path) as made_plane:
+        yield made_plane
+
+
+@contextlib.asynccontextmanager
+async def _plane(database: Database, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Plane]:
     roots = (tmp_path / "roots",)
     roots[0].mkdir()
     async with Bus.connect(nats_server.url, "test") as bus:

@@ -105,14 +105,14 @@ async def test_a_mistake_of_ours_is_500_without_its_inside(plane: Plane, monkeyp
 # ── once ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_fifty_identical_posts_at_once_make_one_row(plane: Plane) -> None:
+async def test_fifty_identical_posts_at_once_make_one_row(plane_on_both: Plane) -> None:
     headers = {"idempotency-key": "k1"}
-    posts = (plane.admin.post("/tenants", json={"name": "acme"}, headers=headers) for _ in range(50))
+    posts = (plane_on_both.admin.post("/tenants", json={"name": "acme"}, headers=headers) for _ in range(50))
     answers = await asyncio.gather(*posts)
     assert {answer.status_code for answer in answers} == {201}
     assert len({answer.json()["id"] for answer in answers}) == 1
     assert sum("idempotency-replayed" not in answer.headers for answer in answers) == 1
-    assert len((await plane.admin.get("/tenants")).json()["data"]) == 1
+    assert len((await plane_on_both.admin.get("/tenants")).json()["data"]) == 1
 
 
 async def test_one_key_for_two_bodies_is_refused(plane: Plane) -> None:
@@ -122,12 +122,12 @@ async def test_one_key_for_two_bodies_is_refused(plane: Plane) -> None:
     assert made(again, 422)["code"] == "idempotency_key_reused"
 
 
-async def test_what_failed_may_be_tried_again_with_its_key(plane: Plane) -> None:
+async def test_what_failed_may_be_tried_again_with_its_key(plane_on_both: Plane) -> None:
     body, headers = {"name": "chat", "model": "m", "tenant": "acme"}, {"idempotency-key": "k1"}
-    await plane.tenant("acme")
-    made(await plane.admin.post("/deployments", json=body, headers=headers), 422)
-    await plane.model("m")
-    made(await plane.admin.post("/deployments", json=body, headers=headers))
+    await plane_on_both.tenant("acme")
+    made(await plane_on_both.admin.post("/deployments", json=body, headers=headers), 422)
+    await plane_on_both.model("m")
+    made(await plane_on_both.admin.post("/deployments", json=body, headers=headers))
 
 
 async def test_a_replayed_key_creation_does_not_show_the_secret_again(plane: Plane) -> None:
@@ -152,20 +152,20 @@ async def test_two_tenants_may_choose_the_same_idempotency_key(plane: Plane) -> 
 
 @given(count=st.integers(0, 12), limit=st.integers(1, 13))
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-async def test_the_union_of_the_pages_is_the_set(plane: Plane, count: int, limit: int) -> None:
+async def test_the_union_of_the_pages_is_the_set(plane_on_both: Plane, count: int, limit: int) -> None:
     """While others are added meanwhile."""
-    before = [tenant["name"] for tenant in (await plane.admin.get("/tenants?limit=200")).json()["data"]]
+    before = [tenant["name"] for tenant in (await plane_on_both.admin.get("/tenants?limit=200")).json()["data"]]
     for name in (f"t{secrets.token_hex(6)}" for _ in range(count)):
-        made(await plane.admin.post("/tenants", json={"name": name}))
+        made(await plane_on_both.admin.post("/tenants", json={"name": name}))
         before.append(name)
     seen: list[str] = []
     cursor: str | None = ""
     while cursor is not None:
-        page = (await plane.admin.get("/tenants", params={"limit": limit, "cursor": cursor})).json()
+        page = (await plane_on_both.admin.get("/tenants", params={"limit": limit, "cursor": cursor})).json()
         seen += [tenant["name"] for tenant in page["data"]]
         cursor = page["next_cursor"]
         if len(seen) <= 4:
-            made(await plane.admin.post("/tenants", json={"name": f"m{secrets.token_hex(6)}"}))
+            made(await plane_on_both.admin.post("/tenants", json={"name": f"m{secrets.token_hex(6)}"}))
     assert [name for name in seen if name in before] == before
     assert len(set(seen)) == len(seen)
 
@@ -178,12 +178,12 @@ async def test_a_page_that_is_none_is_refused(plane: Plane, query: str) -> None:
 # ── walls ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_what_is_anothers_is_not_there_on_any_route(plane: Plane) -> None:
+async def test_what_is_anothers_is_not_there_on_any_route(plane_on_both: Plane) -> None:
     """Every route with an id in it, asked with the id and the name of somebody else's."""
-    await plane.model("m")
-    victim, thief = await plane.tenant("victim"), await plane.tenant("thief")
-    folder = plane.folder / "roots" / "own"
-    own = await plane.model("own", victim, write_model(folder, seed="own"))
+    await plane_on_both.model("m")
+    victim, thief = await plane_on_both.tenant("victim"), await plane_on_both.tenant("thief")
+    folder = plane_on_both.folder / "roots" / "own"
+    own = await plane_on_both.model("own", victim, write_model(folder, seed="own"))
     deployment = made(await victim.post("/deployments", json={"name": "chat", "model": "m"}))
     (key,) = (await victim.get("/tenants/victim/keys")).json()["data"]
     ids = {
@@ -193,7 +193,7 @@ async def test_what_is_anothers_is_not_there_on_any_route(plane: Plane) -> None:
         "deployment": [deployment["id"], "chat", "chat@1"],
     }
     tried = 0
-    for route in plane.app.routes:
+    for route in plane_on_both.app.routes:
         assert isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}:
             name = next((n for n in ids if f"{{{n}}}" in route.path), None)

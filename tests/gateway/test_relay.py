@@ -249,9 +249,7 @@ async def test_a_restart_of_nats_in_mid_stream_loses_nothing(
         assert heard.tokens == [1, 2, 3]
 
 
-async def test_a_bus_that_stays_away_ends_the_streams(
-    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_bus_that_stays_away_ends_the_streams(nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "BUS_GRACE_S", 1.0)
     async with joined(nats_server) as (relay, runtime):
         heard = Heard()

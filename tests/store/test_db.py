@@ -111,6 +111,30 @@ async def test_a_locked_database_is_one_sentence(sqlite_url: str) -> None:
     await database.close()
 
 
+@pytest.mark.postgres
+async def test_a_row_that_another_holds_is_one_sentence(postgres_url: str) -> None:
+    holder, waiter = Database(postgres_url), Database(postgres_url, busy_timeout_s=0.05)
+    async with holder.write() as connection:
+        await connection.execute(insert(tenants).values(id="t", name="acme", created_us=1))
+        with pytest.raises(DatabaseLocked, match="is locked by another process"):
+            async with waiter.write() as other:
+                await other.execute(insert(tenants).values(id="t", name="acme", created_us=1))
+    await holder.close()
+    await waiter.close()
+
+
+@pytest.mark.postgres
+async def test_a_server_that_ends_our_connections_is_one_sentence_and_then_goes_on(postgres_url: str) -> None:
+    async with Database.open(postgres_url) as database, Database.open(postgres_url) as other:
+        with pytest.raises(DatabaseUnreachable, match="start it or correct its URL"):
+            async with database.read() as connection:
+                pid = await connection.scalar(text("SELECT pg_backend_pid()"))
+                async with other.read() as killer:
+                    await killer.execute(text(f"SELECT pg_terminate_backend({pid})"))
+                await connection.execute(select(tenants))
+        await database.check()
+
+
 async def test_a_full_disk_is_one_sentence(sqlite_url: str) -> None:
     async with Database.open(sqlite_url) as database:
         with pytest.raises(DiskFull, match="no space left for the database"):

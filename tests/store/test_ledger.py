@@ -12,9 +12,12 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import structlog
+
 from store import usage
 from store.bus import Bus
 from store.db import Database
+from store.ledger import consume
 from tests.conftest import NatsServer
 from tests.store.test_usage import message
 
@@ -75,20 +78,21 @@ async def test_usage_is_booked_once_through_kills_of_ledger_and_nats(
 
 
 async def test_a_locked_database_is_waited_for_with_a_line_in_the_log(nats_server: NatsServer, sqlite_url: str) -> None:
-    ledger = Ledger(nats_server.url, sqlite_url)
-    async with Database.open(sqlite_url) as database, Bus.connect(nats_server.url, "test") as bus:
-        await bus.publish_usage(message("r1", output_tokens=1))
-        await _until(lambda: _output_tokens(database), 1)
-        other = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
-        await bus.publish_usage(message("r2", output_tokens=1))
-        await asyncio.sleep(6)
-        assert await _output_tokens(database) == 1
-        other.close()
-        await _until(lambda: _output_tokens(database), 2)
-        status, said = ledger.end(signal.SIGTERM)
-    assert status == 0
-    assert "ledger.retry" in said and "is locked by another process" in said
+    database = Database(sqlite_url, busy_timeout_s=0.05)
+    other = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    async with Bus.connect(nats_server.url, "test") as bus:
+        with structlog.testing.capture_logs() as said:
+            consuming = asyncio.create_task(consume(bus, database))
+            await bus.publish_usage(message("r1", output_tokens=1))
+            await asyncio.sleep(0.5)
+            assert await _output_tokens(database) == 0
+            other.close()
+            await _until(lambda: _output_tokens(database), 1)
+            consuming.cancel()
+            await asyncio.gather(consuming, return_exceptions=True)
+    assert "is locked by another process" in said[0]["error"] and said[0]["event"] == "ledger.retry"
+    await database.close()
 
 
 async def test_a_database_that_is_not_migrated_ends_the_ledger_with_one_sentence(

@@ -1,0 +1,144 @@
+"""`staccato up` as a child of the demo, and the `staccato` commands that are run beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+READY_S_MOST = 180.0
+STOP_S_MOST = 60.0
+POLL_S = 0.1
+
+
+class DemoError(Exception):
+    """Why the tour can't go on, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that ended well."""
+
+    line: str  # as one would type it
+    out: str
+    notes: str  # what it wrote for the person at the terminal
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A running `staccato up`."""
+
+    data: Path
+    port: int
+    process: asyncio.subprocess.Process
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def admin_key(self) -> str:
+        return (self.data / "admin.key").read_text().strip()
+
+    async def command(self, line: str) -> Done:
+        """Run `staccato LINE`. Raises DemoError with what it said when it fails."""
+        process = await asyncio.create_subprocess_exec(
+            _staccato(),
+            *line.split(),
+            env=_environment(self.data, self.port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        out, notes = await process.communicate()
+        done = Done(f"staccato {line}", out.decode().rstrip(), notes.decode().strip())
+        if process.returncode:
+            raise DemoError(f"`{done.line}` ended with {process.returncode}: {done.notes or done.out}")
+        return done
+
+    def device_bytes(self) -> int:
+        """Resident memory of the runtime's device process, which holds the engines of all models."""
+        tree = psutil.Process(self.process.pid).children(recursive=True)
+        return sum(child.memory_info().rss for child in tree if "runtime.device" in child.cmdline())
+
+
+@contextlib.asynccontextmanager
+async def running(data: Path) -> AsyncIterator[Platform]:
+    """The platform on a free port, with `data` emptied first; at the end everything it started is gone."""
+    log = await asyncio.to_thread(_cleared, data)
+    port = _free_port()
+    with log.open("w") as file:
+        process = await asyncio.create_subprocess_exec(
+            _staccato(), "up", env=_environment(data, port), stdout=file, stderr=file,
+            process_group=0,  # Ctrl-C reaches the tour alone, which then ends the platform in order
+        )  # fmt: skip
+    try:
+        await _until_ready(process, log)
+        yield Platform(data, port, process)
+    finally:
+        await _stop(process)
+
+
+async def _until_ready(process: asyncio.subprocess.Process, log: Path) -> None:
+    """Raises DemoError with the last words of `staccato up`."""
+    try:
+        async with asyncio.timeout(READY_S_MOST):
+            while process.returncode is None:
+                if "ready at" in log.read_text():
+                    return
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise DemoError(f"`staccato up` is not ready after {READY_S_MOST:g} s: see {log.parent / 'logs'}") from None
+    raise DemoError(f"`staccato up` ended with {process.returncode}: {log.read_text().strip()}")
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """SIGTERM to the supervisor, which ends its children; what is left after that is ended by its pid."""
+    if process.returncode is None:
+        tree = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_S_MOST)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+        for child in tree:  # psutil knows a process by pid and start time: no other is hit
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def _cleared(data: Path) -> Path:
+    """Empty the data folder of an earlier tour; the log of `staccato up` in it. Raises DemoError when it is in use."""
+    data.mkdir(parents=True, exist_ok=True)
+    with (data / "up.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DemoError(f"another tour runs in {data}: let it end first") from None
+        shutil.rmtree(data)
+    data.mkdir(mode=0o700)
+    return data / "up.log"
+
+
+def _staccato() -> str:
+    return str(Path(sys.executable).with_name("staccato"))
+
+
+def _environment(data: Path, port: int) -> dict[str, str]:
+    """Ours without the settings of another platform; plain output, whatever the terminal."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("STACCATO_")}
+    return inherited | {"STACCATO_DATA": str(data), "STACCATO_PORT": str(port), "STACCATO_LOG_LEVEL": "warning"}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

@@ -1,0 +1,258 @@
+"""Deploying over REST, and what the runtimes are told of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from store import wire
+from store.wire import ModelState, Residency
+from tests.gateway.plane import Plane, made, until
+
+RESIDENT = ModelState(residency=Residency.RESIDENT, load_ms=12.0)
+ASLEEP = ModelState(residency=Residency.COLD, load_ms=12.0)
+FAILED = ModelState(residency=Residency.FAILED, error="out of memory")
+
+
+async def deployed(plane: Plane, **spec: object) -> tuple[httpx.AsyncClient, Any]:
+    """A tenant's client, and its deployment of a model."""
+    await plane.model("llama")
+    client = await plane.tenant("acme")
+    return client, made(await client.post("/deployments", json={"name": "chat", "model": "llama"} | spec))
+
+
+async def status(client: httpx.AsyncClient) -> Any:
+    return (await client.get("/deployments/chat")).json()["status"]
+
+
+async def test_a_deployment_is_given_to_the_runtimes_and_shown_as_they_report(plane: Plane) -> None:
+    client, made_one = await deployed(plane, dtype="float32", max_model_len=256, scaling={"idle": "30s"})
+    assert made_one["status"]["phase"] == "deploying" and made_one["tenant"] == "acme"
+    await plane.placed({made_one["engine"]})
+    phases = []
+    for state in (ModelState(residency=Residency.LOADING), RESIDENT, ASLEEP, FAILED):
+        await plane.report({made_one["engine"]: state})
+        phases.append((await status(client))["phase"])
+    assert phases == ["waking", "awake", "asleep", "failed"]
+    assert (await status(client))["conditions"] == [
+        {"type": "RevisionFailed", "revision": 1, "runtime": "r1", "message": "out of memory"}
+    ]
+
+
+async def test_the_runtimes_are_told_all_that_an_engine_needs(plane: Plane) -> None:
+    heard: dict[str, wire.EngineSpec] = {}
+
+    def hear(key: str, value: bytes | None) -> None:
+        if value:
+            heard[key] = wire.decode(wire.EngineSpec, value)
+
+    await plane.bus.watch(wire.MODELS, hear)
+    _, one = await deployed(plane, dtype="float32", max_model_len=256, scaling={"idle": "30s"})
+
+    async def arrived() -> bool:
+        return one["engine"] in heard
+
+    await until(arrived)
+    spec = heard[one["engine"]]
+    assert (spec.path, spec.digest) == (str(plane.folder / "llama"), one["digest"])
+    assert (spec.dtype, spec.max_model_len, spec.idle_s) == ("float32", 256, 30.0)
+    assert (spec.weight_bytes, spec.kv_bytes_per_token) == (136, 2048)
+
+
+async def test_a_new_revision_takes_the_traffic_only_when_a_runtime_has_loaded_it(plane: Plane) -> None:
+    client, first = await deployed(plane)
+    await plane.report({first["engine"]: RESIDENT})
+    changed = made(await client.patch("/deployments/chat", json={"dtype": "float32"}), 200)
+    assert (changed["status"]["active_revision"], changed["status"]["target_revision"]) == (1, 2)
+    assert changed["dtype"] == "float32"
+    tenant_id = (await plane.admin.get("/tenants/acme")).json()["id"]
+    target = await plane.auth.deployment(tenant_id, "chat@2")
+    assert target is not None
+    await plane.placed({first["engine"], target.spec.key})
+    await plane.report({first["engine"]: RESIDENT, target.spec.key: RESIDENT})
+
+    async def active() -> bool:
+        return (await status(client))["active_revision"] == 2
+
+    await until(active)
+    serving = await plane.auth.deployment(tenant_id, "chat")
+    assert serving is not None and serving.revision == 2
+    await plane.placed({target.spec.key})
+
+
+async def test_a_bad_revision_never_takes_the_traffic_of_a_good_one(plane: Plane) -> None:
+    client, first = await deployed(plane)
+    made(await client.patch("/deployments/chat", json={"dtype": "float32"}), 200)
+    tenant_id = (await plane.admin.get("/tenants/acme")).json()["id"]
+    bad = await plane.auth.deployment(tenant_id, "chat@2")
+    assert bad is not None
+    await plane.report({first["engine"]: RESIDENT, bad.spec.key: FAILED})
+    await plane.control.rollout.step()
+    seen = await status(client)
+    assert (seen["phase"], seen["active_revision"], seen["target_revision"]) == ("awake", 1, 2)
+    assert seen["conditions"] == [{"type": "TargetFailed", "revision": 2, "runtime": "r1", "message": "out of memory"}]
+    back = made(await client.post("/deployments/chat:rollback"), 200)
+    assert (back["status"]["active_revision"], back["status"]["target_revision"]) == (1, None)
+    await plane.placed({first["engine"]})
+
+
+async def test_a_change_that_needs_no_other_engine_is_active_at_once(plane: Plane) -> None:
+    client, first = await deployed(plane)
+    await plane.report({first["engine"]: RESIDENT})
+    made(await client.patch("/deployments/chat", json={"tool_parser": "hermes", "slo": {"tbt_ms": 50}}), 200)
+
+    async def active() -> bool:
+        return (await status(client))["active_revision"] == 2
+
+    await until(active)
+    seen = (await client.get("/deployments/chat")).json()
+    assert (seen["engine"], seen["tool_parser"]) == (first["engine"], "hermes")
+    assert seen["slo"] == {"ttft_ms": 10_000, "tbt_ms": 50}
+
+
+async def test_a_patch_that_says_nothing_new_makes_no_revision(plane: Plane) -> None:
+    client, first = await deployed(plane)
+    same = made(await client.patch("/deployments/chat", json={"dtype": "auto", "max_model_len": None}), 200)
+    assert same["status"]["target_revision"] is None
+
+
+async def test_a_change_of_what_somebody_else_changed_is_refused(plane_on_both: Plane) -> None:
+    client, _ = await deployed(plane_on_both)
+    tag = (await client.get("/deployments/chat")).headers["etag"]
+    made(await client.patch("/deployments/chat", json={"priority": "high"}, headers={"if-match": tag}), 200)
+    for method, json in (("PATCH", {"priority": "batch"}), ("DELETE", None)):
+        answer = await client.request(method, "/deployments/chat", json=json, headers={"if-match": tag})
+        assert made(answer, 412)["code"] == "precondition_failed"
+    assert (await client.get("/deployments/chat")).json()["priority"] == "high"
+
+
+@pytest.mark.parametrize(
+    ("spec", "pointer", "says"),
+    [
+        ({"max_model_len": 4096}, "/max_model_len", "4096 tokens, 'llama' takes 2048"),
+        ({"tool_parser": "nonesuch"}, "/tool_parser", "one of hermes is"),
+        ({"reasoning_parser": "nonesuch"}, "/reasoning_parser", "one of qwen3 is"),
+        ({"model": "refused"}, "/model", "was refused: architecture 'X' is not one"),
+    ],
+)
+async def test_what_the_model_can_not_do_is_refused(
+    plane: Plane, spec: dict[str, object], pointer: str, says: str
+) -> None:
+    from tests.store.folders import LLAMA, write_model
+
+    await plane.model("llama")
+    folder = write_model(plane.folder / "refused", LLAMA | {"architectures": ["X"]})
+    await plane.model("refused", folder=folder)
+    client = await plane.tenant("acme")
+    problem = made(await client.post("/deployments", json={"name": "chat", "model": "llama"} | spec), 422)
+    assert problem["errors"][0]["pointer"] == pointer and says in problem["detail"]
+
+
+async def test_two_deployments_of_one_engine_share_it_until_the_last_is_gone(plane: Plane) -> None:
+    client, one = await deployed(plane)
+    two = made(await client.post("/deployments", json={"name": "chat2", "model": "llama", "priority": "batch"}))
+    assert one["engine"] == two["engine"]
+    await plane.placed({one["engine"]})
+    assert (await client.delete("/deployments/chat")).status_code == 204
+    await plane.control.rollout.step()
+    await plane.placed({one["engine"]})
+    assert (await client.delete("/deployments/chat2")).status_code == 204
+    await plane.placed(set())
+
+
+async def test_what_no_deployment_wants_is_taken_back_at_the_start(plane: Plane) -> None:
+    stray = wire.EngineSpec(
+        key="stray",
+        path="/",
+        digest="d",
+        architecture="L",
+        dtype="auto",
+        max_model_len=1,
+        weight_bytes=1,
+        kv_bytes_per_token=1,
+    )
+    await plane.bus.put(wire.MODELS, stray.key, stray)
+    await plane.control.rollout.step()
+    await plane.placed(set())
+
+
+async def test_a_runtime_is_told_to_sleep_and_to_wake(plane: Plane) -> None:
+    told: list[tuple[str, str]] = []
+
+    async def obey(data: bytes) -> wire.Reply:
+        order = wire.decode(wire.Control, data)
+        told.append((order.model, order.op))
+        return wire.Reply()
+
+    client, one = await deployed(plane)
+    await plane.bus.respond(wire.control_subject("r1"), obey)
+    await plane.report({one["engine"]: RESIDENT})
+    asleep = made(await client.post("/deployments/chat:sleep"), 202)
+    awake = made(await client.post("/deployments/chat:wake"), 202)
+    assert [seen["status"]["desired_state"] for seen in (asleep, awake)] == ["asleep", "awake"]
+    assert told == [(one["engine"], "sleep"), (one["engine"], "wake")]
+
+
+async def test_nobody_puts_anothers_shared_engine_to_sleep(plane: Plane) -> None:
+    client, one = await deployed(plane)
+    other = await plane.tenant("other")
+    made(await other.post("/deployments", json={"name": "chat", "model": "llama"}))
+    told: list[bytes] = []
+
+    async def obey(data: bytes) -> wire.Reply:
+        told.append(data)
+        return wire.Reply()
+
+    await plane.bus.respond(wire.control_subject("r1"), obey)
+    await plane.report({one["engine"]: RESIDENT})
+    made(await client.post("/deployments/chat:sleep"), 202)
+    assert told == []
+    made(await other.post("/deployments/chat:sleep"), 202)
+    assert len(told) == 1
+
+
+async def test_waking_before_any_runtime_is_there_is_kept(plane: Plane) -> None:
+    client, _ = await deployed(plane)
+    assert made(await client.post("/deployments/chat:wake"), 202)["status"]["desired_state"] == "awake"
+
+
+async def test_the_operator_deploys_for_a_tenant_and_names_it_where_names_meet(plane: Plane) -> None:
+    await deployed(plane)
+    other = await plane.tenant("other")
+    body = {"name": "chat", "model": "llama", "tenant": "other"}
+    made(await plane.admin.post("/deployments", json=body))
+    assert made(await other.post("/deployments", json=body), 409)["code"] == "deployment_exists"
+    assert made(await plane.admin.get("/deployments/chat"), 409)["code"] == "ambiguous_name"
+    assert (await plane.admin.get("/deployments/chat?tenant=other")).json()["tenant"] == "other"
+    assert [d["tenant"] for d in (await plane.admin.get("/deployments")).json()["data"]] == ["acme", "other"]
+    assert len((await plane.admin.get("/deployments?tenant=other")).json()["data"]) == 1
+
+
+async def test_a_tenant_can_not_deploy_for_another(plane: Plane) -> None:
+    client, _ = await deployed(plane)
+    await plane.tenant("other")
+    for tenant in ("other", "nobody"):
+        answer = await client.post("/deployments", json={"name": "x", "model": "llama", "tenant": tenant})
+        assert made(answer, 404)["code"] == "tenant_not_found"
+
+
+async def test_the_operator_sees_who_holds_the_device(plane: Plane) -> None:
+    _, one = await deployed(plane)
+    await plane.report({one["engine"]: RESIDENT, "unknown-1": ASLEEP})
+    (gpu,) = (await plane.admin.get("/gpus")).json()["data"]
+    assert (gpu["id"], gpu["engine"], gpu["holder"]) == ("r1", "test", None)
+    assert {key: (m["residency"], m["deployments"]) for key, m in gpu["models"].items()} == {
+        one["engine"]: ("resident", ["acme/chat@1"]),
+        "unknown-1": ("cold", []),
+    }
+
+
+async def test_the_rollout_goes_on_after_nats_was_away(plane: Plane, nats_server: Any) -> None:
+    client, one = await deployed(plane)
+    await plane.placed({one["engine"]})
+    nats_server.kill()
+    second = made(await client.post("/deployments", json={"name": "chat2", "model": "llama", "dtype": "float32"}))
+    nats_server.start()
+    await plane.placed({one["engine"], second["engine"]})

@@ -1,0 +1,123 @@
+"""What the meter counted is booked, whatever dies: calls end in JetStream exactly as the journal saw them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway import meter as meter_module
+from gateway.meter import SLOTS, Journal, Meter, MeterFull
+from store import wire
+from store.bus import Bus
+from tests.conftest import NatsServer
+from tests.store.test_bus import usage
+
+
+async def booked(bus: Bus, count: int) -> dict[str, wire.Usage]:
+    """The next `count` closing records of the stream."""
+    final: dict[str, wire.Usage] = {}
+    batches = bus.usage_batches("test", 100)
+    async with asyncio.timeout(20):
+        while len(final) < count:
+            batch = await anext(batches)
+            await batch.ack()
+            final |= {u.request: u for u in batch.usages if u.final}
+    await batches.aclose()
+    return final
+
+
+async def test_a_closed_call_is_booked_with_its_last_counters(nats_server: NatsServer, tmp_path: Path) -> None:
+    async with Bus.connect(nats_server.url, "test") as bus:
+        meter = Meter(bus, tmp_path / "journal")
+        await meter.start()
+        call = meter.open(usage("q"))
+        call.prompt_tokens, call.output_tokens = 7, 3
+        meter.count(call)
+        meter.close(call, "stop")
+        record = (await booked(bus, 1))["q"]
+        assert (record.prompt_tokens, record.output_tokens, record.finish, record.final) == (7, 3, "stop", True)
+        await meter.stop()
+
+
+async def test_what_a_dead_gateway_left_behind_is_booked_by_the_next_one(
+    nats_server: NatsServer, tmp_path: Path
+) -> None:
+    dead = Journal(tmp_path / "journal")
+    for n in range(3):
+        call = meter_module.Call(usage(f"q{n}"), dead.take(usage(f"q{n}")))
+        call.prompt_tokens, call.output_tokens = 5, n
+        dead.count(call)
+    dead.close()  # its counters stay: nothing was freed
+    async with Bus.connect(nats_server.url, "test") as bus:
+        meter = Meter(bus, tmp_path / "journal")
+        await meter.start()
+        records = await booked(bus, 3)
+        assert {r.request: (r.output_tokens, r.finish) for r in records.values()} == {
+            f"q{n}": (n, "gateway_lost") for n in range(3)
+        }
+        await meter.stop()
+    empty = Journal(tmp_path / "journal")
+    assert empty.left_behind() == []
+    empty.close()
+
+
+async def test_a_call_closed_while_nats_is_away_is_booked_when_it_is_back(
+    nats_server: NatsServer, tmp_path: Path
+) -> None:
+    async with Bus.connect(nats_server.url, "test") as bus:
+        meter = Meter(bus, tmp_path / "journal")
+        await meter.start()
+        call = meter.open(usage("q"))
+        nats_server.kill()
+        call.output_tokens = 9
+        meter.close(call, "length")
+        await asyncio.sleep(0.3)
+        nats_server.start()
+        assert (await booked(bus, 1))["q"].output_tokens == 9
+        await meter.stop()
+
+
+async def test_without_a_free_slot_nothing_may_be_served(nats_server: NatsServer, tmp_path: Path) -> None:
+    async with Bus.connect(nats_server.url, "test") as bus:
+        meter = Meter(bus, tmp_path / "journal")
+        calls = [meter.open(usage(f"q{n}")) for n in range(SLOTS)]
+        with pytest.raises(MeterFull, match=str(SLOTS)):
+            meter.open(usage("one more"))
+        assert len({call.slot for call in calls}) == SLOTS
+        meter._journal.close()
+
+
+def test_two_gateways_never_share_a_journal(tmp_path: Path) -> None:
+    first = Journal(tmp_path / "journal")
+    with pytest.raises(BlockingIOError):
+        Journal(tmp_path / "journal")
+    first.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["open", "count", "free"]), st.integers(0, 7)), max_size=40))
+def test_the_journal_holds_exactly_the_open_calls(tmp_path_factory: pytest.TempPathFactory, steps: list) -> None:  # type: ignore[type-arg]
+    path = tmp_path_factory.mktemp("journal") / "journal"
+    journal, calls, made = Journal(path), {}, 0
+    for step, which in steps:
+        if step == "open":
+            made += 1
+            opened = usage(f"q{made}")
+            calls[f"q{made}"] = meter_module.Call(opened, journal.take(opened))
+        elif calls:
+            name = sorted(calls)[which % len(calls)]
+            if step == "count":
+                calls[name].output_tokens += 1
+                journal.count(calls[name])
+            else:
+                journal.free(calls.pop(name).slot)
+    journal.close()
+    again = Journal(path)
+    assert {c.opened.request: c.output_tokens for c in again.left_behind()} == {
+        name: call.output_tokens for name, call in calls.items()
+    }
+    again.close()

@@ -1,0 +1,75 @@
+"""Tenants and keys over REST."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gateway.plane import Plane, made
+
+
+async def test_a_tenant_is_made_shown_and_deleted(plane: Plane) -> None:
+    tenant = made(await plane.admin.post("/tenants", json={"name": "acme"}))
+    assert (await plane.admin.get("/tenants/acme")).json() == tenant
+    assert made(await plane.admin.post("/tenants", json={"name": "acme"}), 409)["code"] == "tenant_exists"
+    assert (await plane.admin.delete("/tenants/acme")).status_code == 204
+    assert (await plane.admin.get("/tenants/acme")).status_code == 404
+
+
+async def test_a_tenant_with_deployments_stays(plane: Plane) -> None:
+    await plane.model("llama")
+    client = await plane.tenant("acme")
+    made(await client.post("/deployments", json={"name": "chat", "model": "llama"}))
+    assert made(await plane.admin.delete("/tenants/acme"), 409)["code"] == "tenant_in_use"
+
+
+@pytest.mark.parametrize("name", ["", "Acme", "a b", "-a", "a-", "a.b", "a" * 64, "*"])
+async def test_a_tenants_name_is_one_that_fits_a_url(plane: Plane, name: str) -> None:
+    assert made(await plane.admin.post("/tenants", json={"name": name}), 422)["errors"][0]["pointer"] == "/name"
+
+
+async def test_a_key_is_shown_once_used_rotated_and_revoked(plane: Plane) -> None:
+    await plane.tenant("acme")
+    key = made(await plane.admin.post("/tenants/acme/keys", json={"name": "laptop", "scopes": ["control"]}))
+    assert key["key"].startswith(key["prefix"] + "-") and key["scopes"] == ["control"]
+    client = plane.client(key["key"])
+    listed = (await client.get("/tenants/acme/keys")).json()["data"]
+    assert key["id"] in [seen["id"] for seen in listed] and not any("key" in seen for seen in listed)
+
+    new = made(await client.post(f"/tenants/acme/keys/{key['id']}:rotate", json={"overlap_s": 3600}))
+    successor = plane.client(new["key"])
+    assert [(await c.get("/deployments")).status_code for c in (client, successor)] == [200, 200]
+
+    assert (await successor.delete(f"/tenants/acme/keys/{key['id']}")).status_code == 204
+    assert [(await c.get("/deployments")).status_code for c in (client, successor)] == [401, 200]
+    again = await successor.post(f"/tenants/acme/keys/{key['id']}:rotate")
+    assert made(again, 409)["code"] == "key_ended"
+
+
+async def test_a_key_rotated_without_overlap_ends_at_once(plane: Plane) -> None:
+    client = await plane.tenant("acme")
+    (key,) = (await client.get("/tenants/acme/keys")).json()["data"]
+    made(await client.post(f"/tenants/acme/keys/{key['id']}:rotate", json={"overlap_s": 0}))
+    assert (await client.get("/deployments")).status_code == 401
+
+
+async def test_a_key_gives_no_more_than_its_maker_has(plane: Plane) -> None:
+    client = await plane.tenant("acme", scopes=["control"])
+    answer = await client.post("/tenants/acme/keys", json={"scopes": ["inference"]})
+    assert made(answer, 422)["errors"][0]["pointer"] == "/scopes"
+    powerful = made(await plane.admin.post("/tenants/acme/keys", json={}))
+    answer = await client.post(f"/tenants/acme/keys/{powerful['id']}:rotate")
+    assert made(answer, 403)["code"] == "insufficient_scope"
+
+
+@pytest.mark.parametrize(
+    ("body", "pointer"),
+    [
+        ({"scopes": []}, "/scopes"),
+        ({"scopes": ["root"]}, "/scopes/0"),
+        ({"expires_at": "2020-01-01T00:00:00Z"}, "/expires_at"),
+        ({"expires_at": "tomorrow"}, "/expires_at"),
+    ],
+)
+async def test_a_key_that_can_not_be_is_refused(plane: Plane, body: dict[str, object], pointer: str) -> None:
+    await plane.tenant("acme")
+    assert made(await plane.admin.post("/tenants/acme/keys", json=body), 422)["errors"][0]["pointer"] == pointer

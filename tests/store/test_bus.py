@@ -1,0 +1,146 @@
+"""The bus against a real NATS server: what it refuses at start, what it refuses to carry, what survives a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from store import wire
+from store.bus import Bus, BusError, NoAnswer, TooLarge
+from tests.conftest import NatsServer, free_port
+
+
+def usage(request: str, seq: int = 1) -> wire.Usage:
+    return wire.Usage(
+        request=request,
+        attempt=1,
+        seq=seq,
+        final=True,
+        tenant_id="t",
+        key_id="k",
+        deployment_id="d",
+        deployment="d",
+        revision=1,
+        model="m",
+        prompt_tokens=1,
+        cached_tokens=0,
+        output_tokens=2,
+        started_at=0.0,
+        ended_at=1.0,
+        finish="stop",
+    )
+
+
+async def test_a_server_that_is_not_there_is_named_with_the_remedy() -> None:
+    url = f"nats://127.0.0.1:{free_port()}"
+    with pytest.raises(BusError, match=f"{url} is not reachable: .*STACCATO_NATS_URL"):
+        async with Bus.connect(url, "test"):
+            pass
+
+
+async def test_a_server_without_jetstream_or_with_tiny_messages_is_refused(tmp_path: Path) -> None:
+    bare = NatsServer(tmp_path / "bare")
+    config = tmp_path / "bare" / "nats.conf"
+    for text, complaint in (
+        ("", "no usable JetStream"),
+        ("max_payload: 64KB", "max_payload 65536, at least 1048576 are needed"),
+    ):
+        config.write_text(f'listen: "127.0.0.1:{bare.port}"\n{text}\n')
+        bare.start()
+        with pytest.raises(BusError, match=complaint):
+            async with Bus.connect(bare.url, "test"):
+                pass
+        bare.kill()
+
+
+async def test_a_message_over_the_servers_limit_is_refused_with_the_numbers(nats_server: NatsServer) -> None:
+    async with Bus.connect(nats_server.url, "test") as bus:
+        big = wire.Control(model="m" * (bus.max_payload + 1), op="wake")
+        with pytest.raises(TooLarge) as caught:
+            await bus.request("anywhere", big)
+        assert caught.value.most == bus.max_payload and str(caught.value.size) in str(caught.value)
+        with pytest.raises(TooLarge):
+            await bus.publish("anywhere", wire.encode(big))
+
+
+async def test_nobody_there_is_known_at_once(nats_server: NatsServer) -> None:
+    async with Bus.connect(nats_server.url, "test") as bus:
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(NoAnswer):
+            await bus.request("nobody", wire.Control(model="m", op="wake"))
+        assert asyncio.get_running_loop().time() - started < 1.0
+
+
+async def test_a_request_that_does_not_decode_is_answered_and_the_next_is_served(nats_server: NatsServer) -> None:
+    async with Bus.connect(nats_server.url, "test") as bus:
+
+        async def answer(data: bytes) -> wire.Reply:
+            return wire.Reply(reason=wire.decode(wire.Control, data).op)
+
+        await bus.respond("ask", answer)
+        reply = wire.decode(wire.Reply, await bus.request("ask", wire.GatewayAlive(gateway="g")))
+        assert reply.refusal is wire.Refusal.BAD_MESSAGE and "Control" in reply.reason
+        assert wire.decode(wire.Reply, await bus.request("ask", wire.Control(model="m", op="wake"))).reason == "wake"
+
+
+async def test_a_watcher_sees_all_there_is_every_change_and_what_happened_while_it_was_away(
+    nats_server: NatsServer,
+) -> None:
+    async with Bus.connect(nats_server.url, "watcher") as bus:
+        seen: dict[str, bytes | None] = {}
+        await bus.put(wire.MODELS, "before", wire.GatewayAlive(gateway="1"))
+        await bus.watch(wire.MODELS, lambda key, value: seen.__setitem__(key, value))
+        assert set(seen) == {"before"}
+        await bus.put(wire.MODELS, "after", wire.GatewayAlive(gateway="2"))
+        await bus.delete(wire.MODELS, "before")
+        await asyncio.sleep(0.1)
+        assert seen["before"] is None and seen["after"]
+        nats_server.kill()
+        nats_server.start()
+        while not bus.connected:
+            await asyncio.sleep(0.05)
+        seen.clear()
+        await asyncio.sleep(0.3)
+        assert set(seen) == {"after"}, "the snapshot after a reconnect"
+
+
+async def test_a_lease_that_is_not_renewed_is_gone(nats_server: NatsServer) -> None:
+    async with Bus.connect(nats_server.url, "test") as bus:
+        await bus.put(wire.LEASES, "r1", wire.GatewayAlive(gateway="1"))
+        assert await bus.keys(wire.LEASES) == ["r1"]
+        await asyncio.sleep(4.2)
+        assert await bus.keys(wire.LEASES) == []
+
+
+async def test_usage_survives_a_killed_server_and_comes_again_until_it_is_acknowledged(
+    nats_server: NatsServer,
+) -> None:
+    async with Bus.connect(nats_server.url, "test") as bus:
+        for n in range(3):
+            await bus.publish_usage(usage(f"q{n}"))
+        await bus.publish_usage(usage("q0"))  # the same message twice is one
+        nats_server.kill()
+        with pytest.raises(BusError):
+            await bus.publish_usage(usage("q3"))
+        nats_server.start()
+        while not bus.connected:
+            await asyncio.sleep(0.05)
+        await bus.publish_usage(usage("q3"))
+        batches = bus.usage_batches("ledger", 10)
+        first = await anext(batches)
+        await first.ack()
+        got = [u.request for u in first.usages]
+        while len(got) < 4:
+            batch = await anext(batches)
+            await batch.ack()
+            got += [u.request for u in batch.usages]
+        assert sorted(got) == ["q0", "q1", "q2", "q3"]
+        await batches.aclose()
+
+
+def test_a_message_of_another_version_is_refused_by_name() -> None:
+    data = wire.encode(wire.GatewayAlive(gateway="g", v=2))
+    with pytest.raises(wire.WireError, match="GatewayAlive has version 2, this process speaks 1"):
+        wire.decode(wire.GatewayAlive, data)
