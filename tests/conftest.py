@@ -64,4 +64,4 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from deploy.demo.random_weights import write_random
 
     folder = tmp_path_factory.mktemp("random-models")
-    return {name: write_random(folder / name, name, seed=seed) for seed, name in enumerate(("llama", "qwen3", "phi"))}
+    return {name: write_random(folder / name, name, seed=seed) for seed, name in enumerate(("llama", "qwen3", "opt"))}

@@ -89,12 +89,12 @@ def test_the_last_output_says_why_it_is_the_last(engines: dict[str, Engine]) -> 
 
 
 def test_an_aborted_request_says_no_more_and_the_engine_is_idle(engines: dict[str, Engine]) -> None:
-    engine = engines["phi"]
+    engine = engines["opt"]
     engine.add(RequestId("gone"), payload([5, 6], temperature=0, max_tokens=50, ignore_eos=True))
     engine.add(RequestId("stays"), payload([7, 8], temperature=0, max_tokens=5, ignore_eos=True))
     engine.step()
     engine.abort([RequestId("gone"), RequestId("unknown")])
-    made = drive({"phi": engine}, random.Random(0))
+    made = drive({"opt": engine}, random.Random(0))
     assert list(made) == [RequestId("stays")] and not engine.busy()
 
 
@@ -153,11 +153,11 @@ def test_closing_one_engine_leaves_the_others_as_they_were(
         engine.add(RequestId("a"), payload([5, 6, 7, 8], temperature=0, max_tokens=20, ignore_eos=True))
         return tokens(drive({"": engine}, random.Random(0))[RequestId("a")])
 
-    before = say(engines["phi"])
+    before = say(engines["opt"])
     extra = Builder(KV_BYTES)(spec(random_models["qwen3"]))
     assert say(extra) == say(engines["qwen3"])
     extra.close()
-    assert say(engines["phi"]) == before
+    assert say(engines["opt"]) == before
     again = Builder(KV_BYTES)(spec(random_models["qwen3"]))
     assert say(again) == say(engines["qwen3"])
     again.close()

@@ -1,0 +1,260 @@
+"""The house rules that a machine can check: who imports whom, what is pure, how files begin, what documents promise."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.conftest import ROOT
+
+PACKAGES = ("gateway", "runtime", "store", "migrations")
+LINES_MOST = 600
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+
+# No clock, no chance, no I/O: the same file runs in production and in a simulator.
+PURE = re.compile(
+    r"runtime/(request|model|events|instance|ring|policy/\w+|engine/base)\.py"
+    r"|store/wire\.py"
+    r"|gateway/status\.py"
+)
+IMPURE_MODULES = (
+    "time",
+    "random",
+    "asyncio",
+    "logging",
+    "structlog",
+    "os",
+    "socket",
+    "threading",
+    "subprocess",
+    "pathlib",
+)
+IMPURE_CALLS = ("open", "print", "input")
+
+# A dependency has one home.
+HOMES = {
+    "nats": r"store/bus\.py",
+    "sqlalchemy": r"(store|migrations)/.*",
+    "alembic": r"(store|migrations)/.*",
+    "vllm": r"runtime/engine/\w+\.py|gateway/front\.py",
+    "torch": r"runtime/engine/\w+\.py|gateway/front\.py",
+    "fastapi": r"gateway/front\.py",
+}
+# The handle of a transaction goes through the gateway's hands, from `store.db` to the rest of `store`.
+HANDED_ON = ("sqlalchemy.ext.asyncio.AsyncConnection",)
+
+# Loopback and the names that RFCs keep for examples.
+HARMLESS_HOST = re.compile(r"(127\.0\.0\.1|localhost|0\.0\.0\.0|\[::1\]|([\w-]+\.)*example(\.(com|org|net))?)(:\S*)?$")
+PUBLIC_HOST = re.compile(
+    r"([\w-]+\.)*(github\.com|apache\.org|pytorch\.org|vllm\.ai|nats\.io|python\.org|openai\.com)$"
+)
+WRITTEN = (".py", ".md", ".toml", ".txt", ".lock", "Makefile", ".ci/run")
+MACHINE_PATH = re.compile(r"(?<![\w./-])/(work|home|root|Users|mnt|workspace)/\w+")
+
+
+def sources(*folders: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imports(source: str) -> Iterator[str]:
+    """Dotted names, also of imports inside functions and for type checkers alone; `from a import b` is `a.b`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def module_path(name: str) -> str:
+    """The file an import of ours reads: `runtime.policy.turns.Turn` → `runtime/policy/turns.py`."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        path = "/".join(parts[:length])
+        if (ROOT / f"{path}.py").exists():
+            return f"{path}.py"
+    return "/".join(parts) + "/"
+
+
+# ── the rules: each returns what is wrong with a file ─────────────────────────────────────────────────────────────────
+
+
+def wrong_directions(path: str, source: str) -> list[str]:
+    """gateway → runtime's pure files → store; vLLM's settings are read by gateway/front.py too. Never back."""
+    return [name for name in imports(source) if not _may_import(path, name)]
+
+
+def _may_import(path: str, name: str) -> bool:
+    if name.startswith(".") or within(name, "tests", "deploy"):
+        return False
+    if within(name, "gateway"):
+        return path.startswith("gateway/")
+    if not within(name, "runtime") or path.startswith("runtime/"):
+        return True
+    if path == "gateway/front.py" and within(name, "runtime.engine"):
+        return True
+    return path.startswith("gateway/") and bool(PURE.fullmatch(module_path(name)))
+
+
+def homeless(path: str, source: str) -> list[str]:
+    """Imports of a dependency outside its home."""
+    return [
+        name
+        for name in imports(source)
+        for package, home in HOMES.items()
+        if within(name, package) and not re.fullmatch(home, path) and name not in HANDED_ON
+    ]
+
+
+def impurities(path: str, source: str) -> list[str]:
+    """What a pure file may not hold, and what it may not lean on."""
+    if not PURE.fullmatch(path):
+        return []
+    found = [name for name in imports(source) if within(name, *IMPURE_MODULES)]
+    if path.startswith("runtime/"):
+        ours = [name for name in imports(source) if within(name, "runtime", "store")]
+        found += [name for name in ours if not PURE.fullmatch(module_path(name))]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Await | ast.AsyncFunctionDef | ast.AsyncFor | ast.AsyncWith):
+            found.append(f"async in line {node.lineno}")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in IMPURE_CALLS:
+            found.append(f"{node.func.id}() in line {node.lineno}")
+    return found
+
+
+def bad_shape(path: str, source: str) -> list[str]:
+    """Too long to be read at once, or without a word on what it is for."""
+    lines = source.count("\n")
+    too_long = [f"{lines} lines, at most {LINES_MOST}: split it"] if lines > LINES_MOST else []
+    silent = bool(source.strip()) and not ast.get_docstring(ast.parse(source))
+    return too_long + (["no docstring says what it is for"] if silent else [])
+
+
+def machine_names(path: str, source: str) -> list[str]:
+    """Hosts and folders of somebody's machine: they mean nothing on another. Tests may name hosts that are not there."""
+    hosts = [] if path.startswith("tests/") else re.findall(r"\b\w+://(?:[^\s/@\"'`<>{}]*@)?([\w.-]*\w)", source)
+    strange = [host for host in hosts if "." in host and not (HARMLESS_HOST.match(host) or PUBLIC_HOST.match(host))]
+    return strange + [found.group() for found in MACHINE_PATH.finditer(source)]
+
+
+Rule = Callable[[str, str], list[str]]
+RULES: tuple[Rule, ...] = (wrong_directions, homeless, impurities, bad_shape)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_every_file_keeps_the_rule(rule: Rule) -> None:
+    wrong = {path: found for path in sources(*PACKAGES) if (found := rule(path, (ROOT / path).read_text()))}
+    assert not wrong
+
+
+def test_the_demo_keeps_the_shape_and_no_test_is_too_long() -> None:
+    wrong = {path: found for path in sources("deploy") if (found := bad_shape(path, (ROOT / path).read_text()))}
+    long = [path for path in sources("tests") if (ROOT / path).read_text().count("\n") > LINES_MOST]
+    assert not wrong and not long
+
+
+def test_no_file_names_a_machine() -> None:
+    wrong = {path: found for path in texts() if (found := machine_names(path, (ROOT / path).read_text()))}
+    assert not wrong
+
+
+def texts() -> list[str]:
+    """What people wrote and git keeps, or will; all sources where there is no git."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        listed = [*DOCUMENTS, *sources(*PACKAGES, "tests", "deploy")]
+    return [path for path in listed if path.endswith(WRITTEN) and (ROOT / path).is_file()]
+
+
+# ── the rules can fail ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source"),
+    [
+        (wrong_directions, "store/x.py", "import gateway.app"),
+        (wrong_directions, "store/x.py", "def f():\n    from runtime.request import Request"),
+        (wrong_directions, "runtime/x.py", "from gateway import relay"),
+        (wrong_directions, "gateway/x.py", "from runtime import node"),
+        (wrong_directions, "gateway/x.py", "from runtime.engine.settings import engine_args"),
+        (wrong_directions, "gateway/front.py", "from runtime.device import Device"),
+        (wrong_directions, "store/x.py", "from . import wire"),
+        (wrong_directions, "runtime/x.py", "from tests.conftest import ROOT"),
+        (homeless, "gateway/relay.py", "import nats.errors"),
+        (homeless, "store/ledger.py", "from nats.aio.client import Client"),
+        (homeless, "gateway/tenants.py", "from sqlalchemy import select"),
+        (homeless, "runtime/node.py", "import alembic"),
+        (homeless, "gateway/inference.py", "from vllm import ModelRegistry"),
+        (homeless, "runtime/device.py", "if True:\n    import torch"),
+        (impurities, "runtime/instance.py", "import time"),
+        (impurities, "runtime/policy/turns.py", "from random import Random"),
+        (impurities, "runtime/engine/base.py", "from os import environ"),
+        (impurities, "store/wire.py", "import asyncio.events"),
+        (impurities, "runtime/ring.py", "async def f(): ..."),
+        (impurities, "runtime/model.py", "print(1)"),
+        (impurities, "runtime/events.py", "from runtime.pipe import Start"),
+        (impurities, "runtime/request.py", "from store.bus import Bus"),
+        (bad_shape, "store/x.py", "x = 1\n"),
+        (bad_shape, "store/x.py", '"""Long."""\n' + "x = 1\n" * LINES_MOST),
+        (machine_names, "README.md", "clone it from https://git.internal.corp.net/staccato"),
+        (machine_names, "Makefile", "cp /" + "home/somebody/models ."),
+    ],
+)
+def test_the_rule_finds_what_breaks_it(rule: Rule, path: str, source: str) -> None:
+    assert rule(path, source)
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source"),
+    [
+        (wrong_directions, "gateway/config.py", "from runtime.policy.turns import POLICIES"),
+        (wrong_directions, "gateway/front.py", "from runtime.engine.settings import engine_args"),
+        (homeless, "gateway/models.py", "from sqlalchemy.ext.asyncio import AsyncConnection"),
+        (impurities, "runtime/node.py", "import time"),
+        (bad_shape, "store/__init__.py", ""),
+        (machine_names, "README.md", "http://127.0.0.1:8080/v1 nats://user:secret@nats.example.com:4222"),
+    ],
+)
+def test_the_rule_lets_pass_what_is_right(rule: Rule, path: str, source: str) -> None:
+    assert not rule(path, source)
+
+
+# ── documents ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_paths_named_in_a_document_exist(document: str) -> None:
+    missing = [path for path in named_paths((ROOT / document).read_text()) if not (ROOT / path).exists()]
+    assert not missing
+
+
+def named_paths(text: str) -> list[str]:
+    """What stands in backticks, or behind a link, and begins with a folder of ours or is a file of the root."""
+    words = re.findall(r"`([\w./-]+)`", text) + re.findall(r"\]\(([\w./-]+)\)", text)
+    folders = tuple(f"{folder}/" for folder in (*PACKAGES, "tests", "deploy", ".ci"))
+    return [word for word in words if word.startswith(folders) or re.fullmatch(r"[A-Z]+\.md|LICENSE|Makefile", word)]
+
+
+def test_a_path_that_is_not_there_is_found() -> None:
+    assert named_paths("see `gateway/nowhere.py`, `make test` and [it](MISSING.md)") == [
+        "gateway/nowhere.py",
+        "MISSING.md",
+    ]
+
+
+def test_every_target_of_the_makefile_is_in_its_help_and_every_named_one_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    helped = set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
+    assert targets == helped
+    named = {name for document in DOCUMENTS for name in re.findall(r"`make ([a-z-]+)`", (ROOT / document).read_text())}
+    assert named <= targets
