@@ -1,5 +1,7 @@
 # Staccato: `make help` lists the targets.
-PYTHON ?= python3.11
+# The first of these that is Python 3.11 or newer; or say `make PYTHON=/path/to/python`.
+PYTHON ?= $(shell for python in python3.11 python3; do $$python -c '$(ENOUGH)' 2>/dev/null && echo $$python && break; done)
+ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0+cpu
@@ -11,6 +13,8 @@ help: ## this list
 
 setup: $(VENV)/.ready ## make .venv with the locked dependencies and the staccato command
 $(VENV)/.ready: requirements.lock pyproject.toml
+	@"$(PYTHON)" -c '$(ENOUGH)' 2>/dev/null || \
+		{ echo "Python 3.11 or newer is needed: install it, or say where it is with make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" || \
 		$(BIN)/pip install --quiet --disable-pip-version-check --index-url "$(TORCH_INDEX)" "$(TORCH)"
@@ -27,13 +31,13 @@ up: setup ## serve on loopback until Ctrl-C
 models: setup ## train the tiny models of the demo again (they are kept in deploy/demo/models)
 	$(BIN)/python deploy/demo/train.py
 
-test: setup check ## the test suite, with real NATS, vLLM and databases
+test: setup check ## checks, then the test suite, with real NATS, vLLM and databases
 	$(BIN)/python -m pytest -m "not long"
 
 test-long: setup ## the tests that take minutes
 	$(BIN)/python -m pytest -m long
 
-check: setup ## lint, types, import rules
+check: setup ## lint, types, house rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -138,7 +138,7 @@ def bad_shape(path: str, source: str) -> list[str]:
 
 
 def machine_names(path: str, source: str) -> list[str]:
-    """Hosts and folders of somebody's machine: they mean nothing on another. Tests may name hosts that are not there."""
+    """Hosts and folders of somebody's machine: they mean nothing on another. Tests may name hosts."""
     hosts = [] if path.startswith("tests/") else re.findall(r"\b\w+://(?:[^\s/@\"'`<>{}]*@)?([\w.-]*\w)", source)
     strange = [host for host in hosts if "." in host and not (HARMLESS_HOST.match(host) or PUBLIC_HOST.match(host))]
     return strange + [found.group() for found in MACHINE_PATH.finditer(source)]

@@ -13,10 +13,13 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 
 READY_S_MOST = 180.0
+ANSWER_S_MOST = 30.0
 STOP_S_MOST = 60.0
 POLL_S = 0.1
 
@@ -36,19 +39,23 @@ class Done:
 
 @dataclass(frozen=True)
 class Platform:
-    """A running `staccato up`."""
+    """A running `staccato up`; `control` speaks to its control plane with the operator's key."""
 
     data: Path
     port: int
     process: asyncio.subprocess.Process
+    control: httpx.AsyncClient
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return str(self.control.base_url).rstrip("/")
 
-    @property
-    def admin_key(self) -> str:
-        return (self.data / "admin.key").read_text().strip()
+    async def ask(self, method: str, path: str, body: object = None) -> Any:
+        """The JSON that `/api/v1` answers. Raises DemoError when it refuses."""
+        response = await self.control.request(method, f"/api/v1{path}", json=body)
+        if response.is_error:
+            raise DemoError(f"{method} {path} was refused with {response.status_code}: {response.text}")
+        return response.json()
 
     async def command(self, line: str) -> Done:
         """Run `staccato LINE`. Raises DemoError with what it said when it fails."""
@@ -83,7 +90,8 @@ async def running(data: Path) -> AsyncIterator[Platform]:
         )  # fmt: skip
     try:
         await _until_ready(process, log)
-        yield Platform(data, port, process)
+        async with _control(data, port) as control:
+            yield Platform(data, port, process, control)
     finally:
         await _stop(process)
 
@@ -127,6 +135,14 @@ def _cleared(data: Path) -> Path:
         shutil.rmtree(data)
     data.mkdir(mode=0o700)
     return data / "up.log"
+
+
+def _control(data: Path, port: int) -> httpx.AsyncClient:
+    """A proxy of the environment is not asked for the way to this machine itself."""
+    headers = {"authorization": f"Bearer {(data / 'admin.key').read_text().strip()}"}
+    return httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=ANSWER_S_MOST, trust_env=False
+    )
 
 
 def _staccato() -> str:

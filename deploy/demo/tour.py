@@ -6,6 +6,7 @@ import asyncio
 import csv
 import io
 import json
+import os
 import shlex
 import signal
 import sys
@@ -16,7 +17,6 @@ from datetime import UTC, datetime
 from decimal import ROUND_HALF_EVEN, Decimal
 from pathlib import Path
 
-import httpx
 from child import DemoError, Done, Platform, running
 from corpus import TOOL, read_corpus
 from openai import NotFoundError
@@ -25,8 +25,9 @@ from rich.table import Table
 from rich.text import Text
 from talk import Tenant
 
-MODELS = Path("deploy/demo/models")
-DATA = Path(".staccato/demo")
+ROOT = Path(__file__).parents[2]
+MODELS = Path("deploy/demo/models")  # of ROOT
+DATA = Path(".staccato/demo")  # of ROOT; emptied at the start
 TENANTS = {"acme": ("faq", "poet"), "globex": ("weather", "music")}
 OPTIONS = {"weather": "--tool-parser hermes"}
 COLORS = {"faq": "cyan", "poet": "magenta", "weather": "yellow", "music": "green"}
@@ -79,11 +80,7 @@ async def create_tenants(platform: Platform) -> dict[str, Tenant]:
 async def set_price(platform: Platform) -> None:
     price = {f"{kind}_pico": pico for kind, pico in PRICE_PICO.items()} | {"currency": "USD"}
     show_line(f"curl $URL/api/v1/prices -H 'Authorization: Bearer …' -d {shlex.quote(json.dumps(price))}")
-    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
-        headers = {"authorization": f"Bearer {platform.admin_key}"}
-        response = await client.post(f"{platform.url}/api/v1/prices", json=price, headers=headers)
-    if response.status_code != 201:
-        raise DemoError(f"the price was refused with {response.status_code}: {response.text}")
+    await platform.ask("POST", "/prices", price)
 
 
 async def deploy_models(platform: Platform) -> None:
@@ -135,9 +132,8 @@ def changes(heard: list[str]) -> int:
 
 async def show_device(platform: Platform) -> None:
     """Who holds it, and how often it changed hands."""
-    shown, known = await asyncio.gather(platform.command("ps"), platform.command("ps --json"))
-    show(shown)
-    for device in json.loads(known.out):
+    show(await platform.command("ps"))
+    for device in (await platform.ask("GET", "/gpus"))["data"]:
         console.print(f"{device['id']} went from one model to another {device['switches']} times")
 
 
@@ -179,8 +175,8 @@ async def sleep_and_wake(platform: Platform, acme: Tenant) -> None:
 
 
 async def residency(platform: Platform) -> str:
-    shown = await platform.command("show poet --tenant acme --json")
-    return str(json.loads(shown.out)["status"]["residency"])
+    deployment = await platform.ask("GET", "/deployments/poet?tenant=acme")
+    return str(deployment["status"]["residency"])
 
 
 async def until_asleep(platform: Platform) -> None:
@@ -236,7 +232,7 @@ async def until_booked(platform: Platform, counted: Bill) -> None:
     """Usage takes its way over the bus and the ledger: give it a moment."""
     deadline_s = time.monotonic() + BOOKED_S_MOST
     while time.monotonic() < deadline_s:
-        if usage_of(json.loads((await platform.command("usage --by deployment --json")).out)) == counted:
+        if usage_of((await platform.ask("GET", "/usage?group_by=deployment"))["data"]) == counted:
             return
         await asyncio.sleep(POLL_S)
 
@@ -316,6 +312,7 @@ async def main() -> int:
 
 
 if __name__ == "__main__":
+    os.chdir(ROOT)
     try:
         sys.exit(asyncio.run(main()))
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -51,8 +51,17 @@ class Sample:
     front_s: float  # CPU
     behind_s: float  # CPU
 
-    def us_per_token(self, seconds: float) -> float:
-        return seconds / self.load.tokens * 1e6
+    @property
+    def front_us_per_token(self) -> float:
+        return self.front_s / self.load.tokens * 1e6
+
+    @property
+    def front_us_per_event(self) -> float:
+        return self.front_s / self.load.events * 1e6
+
+    @property
+    def behind_us_per_token(self) -> float:
+        return self.behind_s / self.load.tokens * 1e6
 
 
 @contextlib.contextmanager
@@ -109,7 +118,8 @@ def compare(client: Client, us: Side, them: Side, streams: int, requests: int) -
         "staccato": summary([ours for ours, _ in pairs]),
         "vllm": summary([theirs for _, theirs in pairs]),
         "added_first_token_ms_p50": spread([ms(ours.load.first_s, 50) - ms(t.load.first_s, 50) for ours, t in pairs]),
-        "front_cpu_ratio": spread([ours.us_per_token(ours.front_s) / t.us_per_token(t.front_s) for ours, t in pairs]),
+        "front_cpu_per_token_ratio": spread([ours.front_us_per_token / t.front_us_per_token for ours, t in pairs]),
+        "front_cpu_per_event_ratio": spread([ours.front_us_per_event / t.front_us_per_event for ours, t in pairs]),
         "tokens_per_s_ratio": spread([t.load.seconds / ours.load.seconds for ours, t in pairs]),
     }
 
@@ -120,8 +130,9 @@ def summary(samples: list[Sample]) -> dict[str, object]:
         "gap_ms": {p: spread([ms(sample.load.gap_s, p) for sample in samples]) for p in (50, 99)},
         "tokens_per_s": spread([sample.load.tokens / sample.load.seconds for sample in samples]),
         "events_per_token": spread([sample.load.events / sample.load.tokens for sample in samples]),
-        "front_cpu_us_per_token": spread([sample.us_per_token(sample.front_s) for sample in samples]),
-        "behind_cpu_us_per_token": spread([sample.us_per_token(sample.behind_s) for sample in samples]),
+        "front_cpu_us_per_token": spread([sample.front_us_per_token for sample in samples]),
+        "front_cpu_us_per_event": spread([sample.front_us_per_event for sample in samples]),
+        "behind_cpu_us_per_token": spread([sample.behind_us_per_token for sample in samples]),
     }
 
 
@@ -148,7 +159,7 @@ def profile(client: Client, side: Side, samples: Path) -> dict[str, object]:
         kind: [f"{count / taken['samples'] * 100:5.1f} {name}" for name, count in taken[kind]][: TOP * more]
         for kind, more in (("own", 1), ("within", 3))
     }
-    return {"us_per_token": round(measured.us_per_token(measured.front_s), 1), "samples": taken["samples"], **shares}
+    return {"us_per_event": round(measured.front_us_per_event, 1), "samples": taken["samples"], **shares}
 
 
 def take(process: psutil.Process, samples: Path) -> dict:

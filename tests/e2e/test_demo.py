@@ -1,0 +1,41 @@
+"""`make demo` keeps its promises: it ends well, its bill equals its tokens, and nothing of it is left running."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import psutil
+
+from tests.conftest import ROOT
+
+
+def test_the_tour_ends_with_a_bill_that_equals_what_the_clients_counted() -> None:
+    done = subprocess.run(
+        [sys.executable, "deploy/demo/tour.py"],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert re.search(r"^The bill equals what the clients counted: [1-9]\d+ tokens, 0\.00\d+ USD\.$", done.stdout, re.M)
+    picture = "".join(re.findall(r"^[FPWM]{20,}$", done.stdout, re.M))
+    assert set(picture) == set("FPWM"), "not every model answered"
+    assert len(re.findall(r"(.)\1*", picture)) > 8, "the models took no turns"
+    assert re.search(r"^x-staccato-cold: disk, x-staccato-wake-ms: \d+; poet is resident$", done.stdout, re.M)
+    assert not left_running(), "processes of the tour are still there"
+
+
+def left_running() -> list[str]:
+    data = str(ROOT / ".staccato" / "demo")
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("STACCATO_DATA") == data or any(data in word for word in process.cmdline()):
+                found.append(process.name())
+        except psutil.Error:  # it is gone, or not ours
+            continue
+    return found
