@@ -27,6 +27,7 @@ SLOTS = 8192  # calls open or not yet booked
 SLOT_BYTES = 1024
 CHECKPOINT_PERIOD_S = 5.0
 RETRY_PAUSE_S = 0.5
+BOOKERS = 16  # each waits for JetStream's disk
 _COUNTERS = struct.Struct("<IQQQQ")  # length of the record (0: free), seq, prompt, cached, output tokens
 
 
@@ -128,7 +129,8 @@ class Meter:
             log.warning("meter.recovered", request=call.opened.request, output_tokens=call.output_tokens)
             call.finish = "gateway_lost"
             self._close(call)
-        self._tasks = [asyncio.create_task(self._book()), asyncio.create_task(self._checkpoint())]
+        jobs = [self._checkpoint(), *(self._book() for _ in range(BOOKERS))]
+        self._tasks = [asyncio.create_task(job) for job in jobs]
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Waits for what is closed to be booked; what is not stays in the journal for the next gateway."""

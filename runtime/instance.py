@@ -59,7 +59,8 @@ class Instance:
 
     def next_tick(self) -> float | None:
         """When a Tick would change something though nothing else happens."""
-        return min((at for model in self.models.values() if (at := model.idle_at()) is not None), default=None)
+        times = (at for model in self.models.values() for at in (model.idle_at(), model.retry_at()))
+        return min((at for at in times if at is not None), default=None)
 
     # ── hearing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -81,8 +82,7 @@ class Instance:
             case Unloaded(key):
                 return self._unloaded(key)
             case LoadFailed(key, error):
-                self._busy = False
-                return self._fail(self.models[key], f"the model could not be loaded: {error}")
+                return self._load_failed(self.models[key], f"the model could not be loaded: {error}", now)
             case Stepped(key, outputs, busy):
                 return self._stepped(self.models[key], outputs, busy, now)
             case StepFailed(key, error):
@@ -99,8 +99,8 @@ class Instance:
         if known is None:
             self.models[model.key] = model
         elif known.withdrawn or known.residency is Residency.FAILED:
-            known.withdrawn, known.wanted = False, True
-            known.residency = Residency.COLD if known.residency is Residency.FAILED else known.residency
+            known.withdrawn = False
+            self._want(known)
         return []
 
     def _withdraw(self, key: ModelKey) -> list[Effect]:
@@ -145,15 +145,17 @@ class Instance:
         model = self.models.get(key)
         if model is None:
             return []
-        if awake and model.residency is Residency.FAILED:
-            model.residency, model.error = Residency.COLD, ""
-        model.wanted = awake or bool(model.waiting or model.running)
+        if awake:
+            self._want(model)
+        else:
+            model.wanted = bool(model.waiting or model.running)
         return []
 
     def _loaded(self, key: ModelKey, took_s: float, now: float) -> list[Effect]:
         self._busy = False
         model = self.models[key]
-        model.residency, model.error, model.load_ms, model.used_at = Residency.RESIDENT, "", took_s * 1e3, now
+        model.residency, model.error, model.failures = Residency.RESIDENT, "", 0
+        model.load_ms, model.used_at = took_s * 1e3, now
         added: list[Effect] = [Add(request) for request in model.waiting.values()]
         model.running.update(model.waiting)
         model.waiting.clear()
@@ -191,8 +193,10 @@ class Instance:
         self._retire(model)
         return self._lose(self._take_all(model.running), f"the engine failed in a step: {error}")
 
-    def _fail(self, model: Model, error: str) -> list[Effect]:
+    def _load_failed(self, model: Model, error: str, now: float) -> list[Effect]:
+        self._busy = False
         model.residency, model.error, model.wanted = Residency.FAILED, error, False
+        model.failures, model.used_at = model.failures + 1, now
         lost = self._drop_requests(model, error)
         if model.withdrawn:
             del self.models[model.key]
@@ -208,6 +212,8 @@ class Instance:
             if model.residency is Residency.LEAVING:
                 return Unload(model.key)
         for model in self.models.values():
+            if (retry_at := model.retry_at()) is not None and now >= retry_at:
+                self._want(model)
             if model.wanted and model.residency is Residency.COLD:
                 model.residency = Residency.LOADING
                 return Load(model.spec)
@@ -218,6 +224,12 @@ class Instance:
             return False
         idle_at = model.idle_at()
         return model.withdrawn or not model.wanted or (idle_at is not None and now >= idle_at)
+
+    def _want(self, model: Model) -> None:
+        """Somebody wants it resident, also when it failed before."""
+        model.wanted = True
+        if model.residency is Residency.FAILED:
+            model.residency = Residency.COLD
 
     def _retire(self, model: Model) -> None:
         """From here on requests wait until it has left and come back."""

@@ -115,7 +115,9 @@ class Ours:
         runs = []
         for prompt in prompts():  # the gateway's work, in another process: not the runtime's loop
             self._stream += 1
-            data = payload(prompt, f"s{self._stream // BATCH}", temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+            data = payload(
+                prompt, f"s{self._stream // BATCH}", temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True
+            )
             run = Run(
                 gateway="g",
                 stream=self._stream,

@@ -120,6 +120,21 @@ def test_a_model_that_cannot_be_loaded_says_why_to_all_who_wait() -> None:
     assert isinstance(late, Lose) and "no such file" in late.error
 
 
+def test_a_failed_load_is_tried_again_later_and_later() -> None:
+    instance = Instance(RoundRobin())
+    instance.on(Placed(spec("a")), 0.0)
+    now, pauses = 0.0, []
+    for _ in range(3):
+        assert instance.on(LoadFailed(ModelKey("a"), "no memory"), now) == []
+        retry_at = instance.next_tick()
+        assert retry_at is not None and instance.on(Tick(), retry_at - 0.1) == []
+        (load,) = instance.on(Tick(), retry_at)
+        assert isinstance(load, Load)
+        pauses.append(retry_at - now)
+        now = retry_at
+    assert pauses == [30.0, 60.0, 120.0]
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Commands in any order, an engine that does anything it may: the machine's books stay right."""
 
@@ -194,7 +209,7 @@ class AnyOrder(RuleBasedStateMachine):
                 self.hear(Refused(id, key, "too long"))
                 return
 
-    @rule(dt=st.sampled_from([0.1, 2.0]))
+    @rule(dt=st.sampled_from([0.1, 2.0, 100.0]))
     def wait(self, dt: float) -> None:
         self.now += dt
         self.hear(Tick())
