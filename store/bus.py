@@ -239,14 +239,23 @@ class Bus:
         """
         prefix = f"$KV.{bucket}."
 
+        known: set[str] = set()
+
+        def tell(key: str, value: bytes | None) -> None:
+            (known.discard if value is None else known.add)(key)
+            watcher(key, value)
+
         async def changed(message: Msg) -> None:
             gone = bool(message.headers and message.headers.get("KV-Operation"))
-            watcher(message.subject.removeprefix(prefix), None if gone else message.data)
+            tell(message.subject.removeprefix(prefix), None if gone else message.data)
 
         async def snapshot() -> None:
-            for key in await self.keys(bucket):
+            listed = await self.keys(bucket)
+            for key in sorted(known.difference(listed)):
+                tell(key, None)
+            for key in listed:
                 with contextlib.suppress(JetStreamError):  # deleted since it was listed
-                    watcher(key, (await self._buckets[bucket].get(key)).value)
+                    tell(key, (await self._buckets[bucket].get(key)).value)
 
         async def catch_up() -> None:
             try:
