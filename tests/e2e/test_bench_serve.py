@@ -1,4 +1,4 @@
-"""`vllm bench serve`, vLLM's own load generator, against the gateway: every request completed, every token delivered."""
+"""`vllm bench serve`, vLLM's own load generator, against the gateway: all completed, every token delivered."""
 
 from __future__ import annotations
 

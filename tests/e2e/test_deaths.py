@@ -1,5 +1,5 @@
-"""kill -9 of any one process of the platform in mid-stream: it is started again, clients get the rest or an error, never
-silence, and what is booked is what they got."""
+"""kill -9 of any one process of the platform in mid-stream: it is started again, clients get the rest or an error,
+never silence, and what is booked is what they got."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors keep their promise: before the first token they have a status code, after it they are the stream's last event."""
+"""Errors keep their promise: a status code before the first token, after it the last event of the stream."""
 
 from __future__ import annotations
 
