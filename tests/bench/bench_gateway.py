@@ -1,4 +1,4 @@
-"""What does the gateway add, beside vLLM's own API server? The same chats stream through both, in turns, on one machine.
+"""What does the gateway add, beside vLLM's own API server? The same chats through both, in turns, on one machine.
 
 One model, the same settings, 50 streams at once and then one alone: time to first token, gaps between tokens, tokens a
 second, and CPU per token of the process that faces the clients. `python tests/bench/bench_gateway.py [--profile]`;
