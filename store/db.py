@@ -244,10 +244,14 @@ def _engine(url: URL, busy_timeout_s: float) -> AsyncEngine:
 
 
 def _prepare_sqlite(connection: Any, record: object) -> None:
-    cursor = connection.cursor()
-    for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
+    try:
+        cursor = connection.cursor()
+        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+    except Exception:
+        connection.close()  # nobody else knows it yet, and its thread would outlive the event loop
+        raise
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -21,7 +21,8 @@ import pytest
 from tests.conftest import ROOT, free_port
 
 MODELS = ROOT / "deploy" / "demo" / "models"
-DEPLOYMENTS = {"faq": {}, "weather": {"tool_parser": "hermes"}, "poet": {}}
+AWAKE = {"scaling": {"idle": "never"}}
+DEPLOYMENTS = {"faq": AWAKE, "weather": AWAKE | {"tool_parser": "hermes"}, "poet": AWAKE}
 
 
 @dataclass

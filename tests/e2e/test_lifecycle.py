@@ -18,10 +18,13 @@ CHAT = {"model": "tune", "messages": [{"role": "user", "content": LESSON.questio
 @pytest.fixture
 def tune(platform: Platform):  # type: ignore[no-untyped-def]
     """A deployment of globex that the test may do anything to."""
-    deployment = platform.deploy("globex", "tune", "faq")
-    assert deployment["status"]["phase"] == "awake"
-    yield f"/api/v1/deployments/{deployment['id']}"
-    platform.request("DELETE", f"/api/v1/deployments/{deployment['id']}")
+    deployment = platform.deploy("globex", "tune", "faq", scaling={"idle": "10m"})  # an engine of its own
+    path = f"/api/v1/deployments/{deployment['id']}"
+    try:
+        assert deployment["status"]["phase"] == "awake"
+        yield path
+    finally:
+        platform.request("DELETE", path)
 
 
 def answer(platform: Platform, key: str) -> str:
@@ -34,10 +37,6 @@ def test_a_sleeping_deployment_is_healthy_holds_no_engine_and_wakes_for_a_reques
     platform: Platform, tune: str
 ) -> None:
     key = platform.keys["globex"]
-    acme = platform.get("/api/v1/deployments?tenant=acme").json()["data"]
-    for deployment in acme:  # the engine is shared with acme's deployment of the same model: it sleeps with it
-        if deployment["name"] == "faq":
-            platform.request("POST", f"/api/v1/deployments/{deployment['id']}:sleep")
     platform.request("POST", tune + ":sleep")
     platform.until(lambda: platform.get(tune).json()["status"]["phase"] == "asleep")
     response = platform.request("POST", "/v1/chat/completions", CHAT, key)

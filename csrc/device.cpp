@@ -1,0 +1,325 @@
+#include "device.h"
+
+#include <algorithm>
+
+#include "reservation.h"
+
+namespace staccato {
+
+namespace {
+
+constexpr auto EVENT_POLL = std::chrono::microseconds(100);
+constexpr auto UNMAP_RETRY = std::chrono::milliseconds(10);
+
+double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+bool all(const std::vector<TicketPtr>& tickets, bool (Ticket::*is)() const) {
+    return std::all_of(tickets.begin(), tickets.end(), [&](const TicketPtr& ticket) { return (ticket.get()->*is)(); });
+}
+
+std::unique_ptr<Backend> open_backend(const stc_config& config) {
+    if (config.backend == STC_BACKEND_HOST) return open_host(config);
+    if (config.backend == STC_BACKEND_CUDA) return open_cuda(config);
+    fail(STC_INVALID, "there is no backend %u: 0 is the host, 1 is CUDA", config.backend);
+}
+
+}  // namespace
+
+// -- threads ----------------------------------------------------------------------------------------------------------
+
+void Worker::post(std::function<void()> job) {
+    std::lock_guard<std::mutex> lock(mu_);
+    jobs_.push_back(std::move(job));
+    changed_.notify_one();
+}
+
+void Worker::run() {
+    Lock lock(mu_);
+    for (;;) {
+        changed_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+        if (jobs_.empty()) return;
+        auto job = std::move(jobs_.front());
+        jobs_.pop_front();
+        lock.unlock();
+        job();
+        job = nullptr;  // what it holds goes before we sleep
+        lock.lock();
+    }
+}
+
+Worker::~Worker() {
+    {
+        std::lock_guard<std::mutex> lock(mu_);
+        stopping_ = true;
+        changed_.notify_one();
+    }
+    thread_.join();
+}
+
+// -- life -------------------------------------------------------------------------------------------------------------
+
+Device::Device(const stc_config& config) : backend(open_backend(config)), pool(backend->pages) {
+    reaper_ = std::thread([this] { reap(); });
+}
+
+void Device::close() {
+    Lock lock(mu);
+    if (users > 0) {
+        fail(STC_STATE, "the device has %llu reservations or pinned ranges: release them and close their caches first",
+             static_cast<unsigned long long>(users));
+    }
+    stopping_ = true;
+    announce();
+}
+
+Device::~Device() { reaper_.join(); }
+
+stc_stats Device::stats() {
+    std::lock_guard<std::mutex> lock(mu);
+    stc_stats stats = counted;
+    stats.page_bytes = backend->page_bytes;
+    stats.huge_bytes = backend->huge_bytes;
+    stats.pages_total = pool.size();
+    stats.pages_free = pool.count(FREE);
+    stats.pages_mapped = pool.count(MAPPED);
+    stats.pages_clean = pool.count(CLEAN);
+    stats.pages_limbo = pool.count(LIMBO);
+    stats.pages_promised = promised;
+    return stats;
+}
+
+// -- waiting ----------------------------------------------------------------------------------------------------------
+
+void Device::announce() {
+    changes_++;
+    changed_.notify_all();
+}
+
+bool Device::wait(Lock& lock, const Deadline& deadline) {
+    auto news = [this, seen = changes_] { return changes_ != seen; };
+    if (!deadline.forever) return changed_.wait_until(lock, deadline.at, news);
+    changed_.wait(lock, news);
+    return true;
+}
+
+uint64_t Device::coming() const {
+    uint64_t pages = 0;
+    for (const Leaving& entry : move_list) pages += entry.hopeless() ? 0 : entry.pages.size();
+    return pages;
+}
+
+std::string Device::shortage(uint64_t pages_wanted) const {
+    char text[256];
+    std::snprintf(text, sizeof text,
+                  "%llu pages of %g MiB are wanted, %llu of %llu are free, %llu in limbo, %llu promised to loads: evict clean "
+                  "pages (%llu) or wait for others to leave",
+                  static_cast<unsigned long long>(pages_wanted), mebibytes(backend->page_bytes),
+                  static_cast<unsigned long long>(pool.count(FREE)), static_cast<unsigned long long>(pool.size()),
+                  static_cast<unsigned long long>(pool.count(LIMBO)), static_cast<unsigned long long>(promised),
+                  static_cast<unsigned long long>(pool.count(CLEAN)));
+    return text;
+}
+
+// -- tickets ----------------------------------------------------------------------------------------------------------
+
+TicketPtr Device::new_ticket(uint64_t bytes) {
+    auto ticket = std::make_shared<Ticket>(next_ticket_++, bytes);
+    tickets_[ticket->id] = ticket;
+    return ticket;
+}
+
+TicketPtr Device::find_ticket(uint64_t id) {
+    if (id >= next_ticket_) fail(STC_INVALID, "ticket %llu was never given out", static_cast<unsigned long long>(id));
+    auto found = tickets_.find(id);
+    return found == tickets_.end() ? nullptr : found->second;
+}
+
+void Device::await_submission(Ticket& ticket, const Deadline& deadline) {
+    Lock lock(mu);
+    while (ticket.pending()) {
+        if (!wait(lock, deadline) && ticket.pending()) {
+            fail(STC_TIMEOUT, "transfer %llu of %g MiB is still under way after %g s: wait longer or cancel it",
+                 static_cast<unsigned long long>(ticket.id), mebibytes(ticket.bytes), deadline.timeout_s);
+        }
+    }
+}
+
+void Device::await_ticket(Ticket& ticket, const Deadline& deadline) {
+    await_submission(ticket, deadline);
+    if (deadline.forever) return ticket.event().wait();
+    while (!ticket.finished()) {
+        if (deadline.passed()) {
+            fail(STC_TIMEOUT, "transfer %llu of %g MiB is still under way after %g s: wait longer",
+                 static_cast<unsigned long long>(ticket.id), mebibytes(ticket.bytes), deadline.timeout_s);
+        }
+        std::this_thread::sleep_for(EVENT_POLL / 2);
+    }
+}
+
+// -- the move list ----------------------------------------------------------------------------------------------------
+//
+//   unmap ──▶ entry {addresses, pages in limbo, tickets} ──reap, when all tickets are over──▶ unmapped, pages free
+//
+// Until then nobody maps anything at these addresses and nobody gets these pages: what still reads or writes them finds
+// what it expects, and an unmap that comes late cannot hit a newer mapping.
+
+void Device::leave(Reservation& reservation, uint64_t first, std::vector<uint32_t> pages, std::vector<TicketPtr> after) {
+    if (pages.empty()) return;
+    for (uint32_t page : pages) pool.set(page, LIMBO);
+    move_list.push_back({&reservation, first, std::move(pages), std::move(after)});
+    announce();
+}
+
+void Device::reap() {
+    Lock lock(mu);
+    while (!stopping_) {
+        const uint64_t seen = changes_;
+        auto tickets = tickets_to_check();
+        std::vector<std::list<Leaving>::iterator> entries;
+        for (auto entry = move_list.begin(); entry != move_list.end(); ++entry) entries.push_back(entry);
+        lock.unlock();  // asking a device about an event may take its time
+
+        const auto unfinished = [](const TicketPtr& ticket) { return !ticket->succeeded(); };
+        tickets.erase(std::remove_if(tickets.begin(), tickets.end(), unfinished), tickets.end());
+        std::vector<std::list<Leaving>::iterator> gone;
+        bool failed = false, submitted = false;
+        for (auto entry : entries) {
+            if (!all(entry->after, &Ticket::over)) {
+                submitted |= std::none_of(entry->after.begin(), entry->after.end(), [](auto& t) { return t->pending(); });
+            } else if (take_away(*entry)) {
+                gone.push_back(entry);
+            } else {
+                failed = true;
+            }
+        }
+
+        lock.lock();
+        forget(tickets);
+        for (auto entry : gone) {
+            for (uint32_t page : entry->pages) pool.set(page, FREE);
+            move_list.erase(entry);
+        }
+        if (!gone.empty()) {
+            announce();
+            continue;
+        }
+        auto news = [&] { return changes_ != seen; };
+        if (submitted) {
+            changed_.wait_for(lock, EVENT_POLL, news);
+        } else if (failed) {
+            changed_.wait_for(lock, UNMAP_RETRY, news);
+        } else {
+            changed_.wait(lock, news);
+        }
+    }
+}
+
+// Tickets that succeeded need not be known any more. Failures stay: who asks late must not hear that all went well.
+std::vector<TicketPtr> Device::tickets_to_check() {
+    std::vector<TicketPtr> tickets;
+    if (tickets_.size() < check_tickets_at_) return tickets;
+    for (auto& known : tickets_) tickets.push_back(known.second);
+    return tickets;
+}
+
+void Device::forget(const std::vector<TicketPtr>& finished) {
+    for (const TicketPtr& ticket : finished) tickets_.erase(ticket->id);
+    check_tickets_at_ = std::max<uint64_t>(256, 2 * tickets_.size());
+}
+
+bool Device::take_away(Leaving& entry) {
+    try {
+        unmap(entry.reservation->address_of(entry.first), entry.pages.size() * backend->page_bytes);
+        return true;
+    } catch (const Error&) {  // the pages stay in limbo, which the counters show; what waits for them is told
+        std::lock_guard<std::mutex> lock(mu);
+        counted.unmap_failures++;
+        if (++entry.failures == 3) announce();
+        return false;
+    }
+}
+
+void Device::settle(const Deadline& deadline) {
+    Lock lock(mu);
+    while (!move_list.empty()) {
+        if (!wait(lock, deadline) && !move_list.empty()) {
+            fail(STC_TIMEOUT, "%llu pages are still in limbo after %g s, %llu unmaps failed",
+                 static_cast<unsigned long long>(pool.count(LIMBO)), deadline.timeout_s,
+                 static_cast<unsigned long long>(counted.unmap_failures));
+        }
+    }
+}
+
+// -- operations on the backend ----------------------------------------------------------------------------------------
+
+void Device::map(uint64_t address, uint32_t first_page, uint64_t count) {
+    fault(MAP);
+    const auto start = Clock::now();
+    backend->map(address, first_page, count);
+    std::lock_guard<std::mutex> lock(mu);
+    counted.map_calls++;
+    counted.map_s += since(start);
+}
+
+void Device::unmap(uint64_t address, uint64_t bytes) {
+    fault(UNMAP);
+    const auto start = Clock::now();
+    backend->unmap(address, bytes);
+    std::lock_guard<std::mutex> lock(mu);
+    counted.unmap_calls++;
+    counted.unmap_s += since(start);
+}
+
+void Device::copy(Lane lane, const Copy& copy, Direction direction) {
+    fault(COPY);
+    const auto start = Clock::now();
+    backend->copy(lane, copy, direction);
+    pace(direction, copy.bytes());
+    std::lock_guard<std::mutex> lock(mu);
+    counted.copy_calls++;
+    counted.copy_s += since(start);
+    (direction == TO_DEVICE ? counted.to_device_bytes : counted.to_host_bytes) += copy.bytes();
+}
+
+void Device::zero(Lane lane, uint64_t address, uint64_t bytes) {
+    backend->zero(lane, address, bytes);
+    std::lock_guard<std::mutex> lock(mu);
+    counted.zeroed_bytes += bytes;
+}
+
+// -- for tests --------------------------------------------------------------------------------------------------------
+
+void Device::inject(int operation, uint64_t nth) {
+    if (operation < 0 || operation >= OPERATIONS) fail(STC_INVALID, "there is no operation %d to fail", operation);
+    faults_[operation] = nth;
+}
+
+void Device::fault(Operation operation) {
+    static const char* names[] = {"map", "copy", "unmap"};
+    uint64_t left = faults_[operation].load(std::memory_order_relaxed);
+    while (left > 0 && !faults_[operation].compare_exchange_weak(left, left - 1)) {
+    }
+    if (left == 1) fail(STC_DRIVER, "this %s was made to fail by the fault injector", names[operation]);
+}
+
+void Device::throttle(double bytes_per_s) {
+    if (!(bytes_per_s >= 0)) fail(STC_INVALID, "a link of %g bytes per second can't be", bytes_per_s);
+    std::lock_guard<std::mutex> lock(pace_mu_);
+    bytes_per_s_ = bytes_per_s;
+}
+
+// One link for all lanes of a direction, as PCIe is.
+void Device::pace(Direction direction, uint64_t bytes) {
+    Clock::time_point until;
+    {
+        std::lock_guard<std::mutex> lock(pace_mu_);
+        if (bytes_per_s_ == 0) return;
+        auto& free_at = link_free_at_[direction];
+        const std::chrono::duration<double> busy(static_cast<double>(bytes) / bytes_per_s_);
+        free_at = std::max(free_at, Clock::now()) + std::chrono::duration_cast<Clock::duration>(busy);
+        until = free_at;
+    }
+    std::this_thread::sleep_until(until);
+}
+
+}  // namespace staccato

@@ -1,0 +1,126 @@
+// A device: its pool, the move list of pages that are about to leave, and the threads that copy, map ahead and unmap.
+#pragma once
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <list>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "pool.h"
+#include "ticket.h"
+
+namespace staccato {
+
+class Reservation;
+using Lock = std::unique_lock<std::mutex>;
+using Clock = std::chrono::steady_clock;
+
+struct Deadline {
+    explicit Deadline(double timeout_s) : forever(timeout_s < 0 || timeout_s > 1e9), timeout_s(timeout_s) {
+        if (!forever) at = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+    }
+    bool passed() const { return !forever && Clock::now() >= at; }
+    bool forever;
+    double timeout_s;
+    Clock::time_point at;
+};
+
+// A thread with a queue. Jobs answer for their own errors.
+class Worker {
+  public:
+    Worker() : thread_([this] { run(); }) {}
+    ~Worker();  // finishes what is queued
+    void post(std::function<void()> job);
+
+  private:
+    void run();
+    std::mutex mu_;
+    std::condition_variable changed_;
+    std::deque<std::function<void()>> jobs_;
+    bool stopping_ = false;
+    std::thread thread_;
+};
+
+// An entry of the move list: it owns these addresses and pages until they are really unmapped.
+struct Leaving {
+    Reservation* reservation;
+    uint64_t first;  // slot
+    std::vector<uint32_t> pages;
+    std::vector<TicketPtr> after;
+    int failures = 0;
+    bool hopeless() const { return failures >= 3; }  // still tried, no longer counted on
+};
+
+enum Operation { MAP = STC_FAULT_MAP, COPY = STC_FAULT_COPY, UNMAP = STC_FAULT_UNMAP, OPERATIONS };
+
+class Device {
+  public:
+    explicit Device(const stc_config&);
+    ~Device();
+
+    const std::unique_ptr<Backend> backend;
+    std::mutex mu;  // guards what follows, up to the next comment; no call into the backend is made under it
+    Pool pool;
+    std::list<Leaving> move_list;  // only reap() takes entries out
+    uint64_t promised = 0;         // pages of loads under way that are not taken yet
+    uint32_t next_owner = 1;
+    uint64_t users = 0;  // reservations and pinned ranges
+    stc_stats counted{};
+
+    // -- the rest locks by itself, except where it takes a Lock ------------------------------------------------------
+    void announce();                                 // something changed; mu is held
+    bool wait(Lock&, const Deadline&);               // until something changes; false when the deadline has passed
+    uint64_t coming() const;                         // pages in limbo that will be free by themselves; mu is held
+    std::string shortage(uint64_t pages_wanted) const;  // why there are too few; mu is held
+
+    // Under one lock, so that each queue has its jobs in the order of their tickets.
+    TicketPtr new_ticket(uint64_t bytes);
+    TicketPtr find_ticket(uint64_t id);  // null when it is over
+    void await_submission(Ticket&, const Deadline&);
+    void await_ticket(Ticket&, const Deadline&);
+
+    void leave(Reservation&, uint64_t first, std::vector<uint32_t> pages, std::vector<TicketPtr> after);  // mu is held
+    void settle(const Deadline&);
+
+    // Fails if the injector says so; then does it, and counts.
+    void map(uint64_t address, uint32_t first_page, uint64_t count);
+    void unmap(uint64_t address, uint64_t bytes);
+    void copy(Lane, const Copy&, Direction);
+    void zero(Lane, uint64_t address, uint64_t bytes);
+
+    void inject(int operation, uint64_t nth);
+    void throttle(double bytes_per_s);
+    stc_stats stats();
+    void close();  // throws while it is in use
+
+  private:
+    void fault(Operation);
+    void pace(Direction, uint64_t bytes);
+    void reap();
+    bool take_away(Leaving&);
+    std::vector<TicketPtr> tickets_to_check();
+    void forget(const std::vector<TicketPtr>& finished);
+
+    std::condition_variable changed_;
+    uint64_t changes_ = 0;
+    std::unordered_map<uint64_t, TicketPtr> tickets_;  // unfinished and failed ones
+    uint64_t next_ticket_ = 1;
+    uint64_t check_tickets_at_ = 256;
+    std::array<std::atomic<uint64_t>, OPERATIONS> faults_{};
+    std::mutex pace_mu_;
+    double bytes_per_s_ = 0;
+    std::array<Clock::time_point, 2> link_free_at_{};
+    bool stopping_ = false;
+    std::thread reaper_;
+
+  public:
+    // Last, so that they finish their jobs before anything else goes.
+    std::array<Worker, LANES> lanes;
+    Worker mapper;
+};
+
+}  // namespace staccato

@@ -1,0 +1,256 @@
+#include "load.h"
+
+#include <algorithm>
+
+namespace staccato {
+
+namespace {
+
+constexpr uint64_t IN_FLIGHT = 4;  // chunks handed to the device: enough to keep it busy, few enough to cancel soon
+
+struct Part {
+    uint64_t address;
+    char* source;  // null: zeroes, where no segment lies
+    uint64_t bytes;
+};
+
+struct Chunk {
+    uint64_t first;  // slot
+    uint64_t count;
+    std::vector<Part> parts;
+    std::vector<uint32_t> pages;
+};
+
+// What is to be done, decided before anything is done.
+struct Plan {
+    std::vector<Chunk> chunks;         // of pages that are not there
+    std::vector<uint32_t> clean;       // pages that are
+    uint64_t pages = 0, bytes = 0;
+};
+
+std::vector<stc_segment> in_order(std::vector<stc_segment> segments) {
+    std::sort(segments.begin(), segments.end(), [](auto& a, auto& b) { return a.offset < b.offset; });
+    for (uint64_t i = 1; i < segments.size(); i++) {
+        if (segments[i].offset - segments[i - 1].offset < segments[i - 1].bytes) {
+            fail(STC_INVALID, "two segments overlap at %llu", static_cast<unsigned long long>(segments[i].offset));
+        }
+    }
+    return segments;
+}
+
+// The segments' share of a chunk, and zeroes between them. `at` is the first segment that may reach into it.
+std::vector<Part> parts_of(const Reservation& reservation, const Cache& cache, const std::vector<stc_segment>& segments,
+                           uint64_t& at, uint64_t begin, uint64_t end) {
+    std::vector<Part> parts;
+    uint64_t done = begin;
+    while (at < segments.size() && segments[at].offset + segments[at].bytes <= begin) at++;
+    for (uint64_t i = at; i < segments.size() && segments[i].offset < end; i++) {
+        const uint64_t from = std::max(begin, segments[i].offset);
+        const uint64_t to = std::min(end, segments[i].offset + segments[i].bytes);
+        if (done < from) parts.push_back({reservation.address + done, nullptr, from - done});
+        char* source = cache.range(segments[i].cache_offset + from - segments[i].offset, to - from);
+        parts.push_back({reservation.address + from, source, to - from});
+        done = to;
+    }
+    if (done < end) parts.push_back({reservation.address + done, nullptr, end - done});
+    return parts;
+}
+
+Plan make_plan(Reservation& reservation, const Cache& cache, const std::vector<stc_segment>& segments, uint64_t chunk_bytes) {
+    const uint64_t page_bytes = reservation.device.backend->page_bytes;
+    const uint64_t chunk_pages = std::max<uint64_t>(1, chunk_bytes / page_bytes);
+    Plan plan;
+    uint64_t next = 0;  // slot that has not been looked at
+    for (const stc_segment& segment : segments) {
+        cache.range(segment.cache_offset, segment.bytes);
+        const Slots range = reservation.slots_of(segment.offset, segment.bytes);
+        for (uint64_t slot = std::max(next, range.first); slot < range.first + range.count; next = ++slot) {
+            const uint32_t page = reservation.slots[slot];
+            if (page == Reservation::NONE) {
+                Chunk* last = plan.chunks.empty() ? nullptr : &plan.chunks.back();
+                if (!last || last->first + last->count != slot || last->count == chunk_pages) {
+                    plan.chunks.push_back({slot, 0, {}, {}});
+                }
+                plan.chunks.back().count++;
+                plan.pages++;
+            } else if (page != Reservation::ARRIVING && reservation.device.pool[page].state == CLEAN) {
+                plan.clean.push_back(page);
+            } else {
+                fail(STC_STATE, "page %llu of reservation %u is mapped or being loaded already: unmap it or mark it clean first",
+                     static_cast<unsigned long long>(slot), reservation.owner);
+            }
+        }
+    }
+    uint64_t at = 0;
+    for (Chunk& chunk : plan.chunks) {
+        const uint64_t begin = chunk.first * page_bytes;
+        chunk.parts = parts_of(reservation, cache, segments, at, begin, begin + chunk.count * page_bytes);
+        for (const Part& part : chunk.parts) plan.bytes += part.source ? part.bytes : 0;
+    }
+    return plan;
+}
+
+class Load {
+  public:
+    Load(Reservation& reservation, Plan plan)
+        : device_(reservation.device), reservation_(reservation), plan_(std::move(plan)) {}
+
+    TicketPtr claim();  // takes the addresses and the promise of pages; device.mu is held
+    void map_ahead();   // the mapper's thread
+    void stream();      // the lane's thread
+
+  private:
+    void take_pages(Chunk&);
+    void await_mapped(uint64_t chunk);
+    void copy(const Part&);
+    void finish();
+    void undo(const Error&);
+    void refuse_cancelled() const {
+        if (ticket_->cancelled) fail(STC_CANCELLED, "load %llu was cancelled", static_cast<unsigned long long>(ticket_->id));
+    }
+
+    Device& device_;
+    Reservation& reservation_;  // lives: it cannot be released while slots are arriving, or while the ticket is pending
+    Plan plan_;
+    TicketPtr ticket_;
+    // Guarded by device.mu:
+    uint64_t mapped_ = 0;  // chunks
+    bool mapper_done_ = false;
+    std::optional<Error> error_;
+};
+
+TicketPtr Load::claim() {
+    if (plan_.pages + device_.promised > device_.pool.count(FREE) + device_.coming()) {
+        fail(STC_NO_PAGES, "%s", device_.shortage(plan_.pages).c_str());
+    }
+    device_.promised += plan_.pages;
+    for (uint32_t page : plan_.clean) device_.pool.set(page, MAPPED);
+    for (const Chunk& chunk : plan_.chunks) reservation_.fill({chunk.first, chunk.count}, Reservation::ARRIVING);
+    reservation_.loads++;
+    return ticket_ = device_.new_ticket(plan_.bytes);
+}
+
+void Load::map_ahead() {
+    std::optional<Error> error;
+    try {
+        for (Chunk& chunk : plan_.chunks) {
+            take_pages(chunk);
+            reservation_.attach(chunk.first, chunk.pages, false);
+            std::lock_guard<std::mutex> lock(device_.mu);
+            mapped_++;
+            device_.announce();
+        }
+    } catch (const Error& thrown) {
+        error = thrown;
+    }
+    std::lock_guard<std::mutex> lock(device_.mu);
+    if (!error_) error_ = error;
+    mapper_done_ = true;
+    device_.announce();
+}
+
+// Pages in limbo that it waits for hang on older tickets alone, so that loads never wait for each other in a circle; and
+// what is promised to loads is taken by nobody else.
+void Load::take_pages(Chunk& chunk) {
+    Lock lock(device_.mu);
+    for (;;) {
+        refuse_cancelled();
+        if (error_) throw *error_;
+        reservation_.refuse_hopeless({chunk.first, chunk.count});
+        if (device_.promised > device_.pool.count(FREE) + device_.coming()) {
+            fail(STC_NO_PAGES, "pages that were promised can't be unmapped: %s", device_.shortage(chunk.count).c_str());
+        }
+        if (chunk.count <= device_.pool.count(FREE) && !reservation_.leaving({chunk.first, chunk.count})) break;
+        device_.wait(lock, Deadline(-1));
+    }
+    chunk.pages = device_.pool.take(chunk.count);
+    device_.promised -= chunk.count;
+    for (uint32_t page : chunk.pages) device_.pool[page].owner = reservation_.owner;
+}
+
+void Load::stream() {
+    try {
+        std::deque<std::pair<EventPtr, uint64_t>> in_flight;
+        for (uint64_t i = 0; i < plan_.chunks.size(); i++) {
+            await_mapped(i);
+            uint64_t bytes = 0;
+            for (const Part& part : plan_.chunks[i].parts) {
+                copy(part);
+                bytes += part.source ? part.bytes : 0;
+            }
+            in_flight.emplace_back(device_.backend->record(LOAD), bytes);
+            while (!in_flight.empty() && (in_flight.size() > IN_FLIGHT || in_flight.front().first->done())) {
+                in_flight.front().first->wait();
+                ticket_->land(in_flight.front().second);
+                in_flight.pop_front();
+            }
+        }
+        refuse_cancelled();
+        finish();
+    } catch (const Error& error) {
+        undo(error);
+    }
+}
+
+void Load::await_mapped(uint64_t chunk) {
+    Lock lock(device_.mu);
+    while (mapped_ <= chunk && !error_) device_.wait(lock, Deadline(-1));
+    if (error_) throw *error_;
+    refuse_cancelled();
+}
+
+void Load::copy(const Part& part) {
+    if (part.source) {
+        device_.copy(LOAD, {part.address, 0, part.source, 0, part.bytes, 1}, TO_DEVICE);
+    } else {
+        device_.zero(LOAD, part.address, part.bytes);
+    }
+}
+
+void Load::finish() {
+    EventPtr event = device_.backend->record(LOAD);
+    std::lock_guard<std::mutex> lock(device_.mu);
+    for (const Chunk& chunk : plan_.chunks) {
+        std::copy(chunk.pages.begin(), chunk.pages.end(), reservation_.slots.begin() + chunk.first);
+        for (uint32_t page : chunk.pages) device_.pool[page].touched[LOAD] = ticket_->id;
+    }
+    reservation_.loads--;
+    ticket_->submit(std::move(event));
+    device_.announce();
+}
+
+// Everything as it was: nothing in flight, the mapper idle, then pages and promises go back.
+void Load::undo(const Error& error) {
+    device_.drain(LOAD);
+    Lock lock(device_.mu);
+    if (!error_) error_ = error;
+    device_.announce();
+    while (!mapper_done_) device_.wait(lock, Deadline(-1));
+    for (uint64_t i = 0; i < plan_.chunks.size(); i++) {
+        Chunk& chunk = plan_.chunks[i];
+        reservation_.fill({chunk.first, chunk.count}, Reservation::NONE);
+        if (i < mapped_) device_.leave(reservation_, chunk.first, chunk.pages, {});
+        if (chunk.pages.empty()) device_.promised -= chunk.count;
+    }
+    for (uint32_t page : plan_.clean) device_.pool.set(page, CLEAN);
+    reservation_.loads--;
+    ticket_->fail(error);
+    device_.announce();
+}
+
+}  // namespace
+
+TicketPtr start_load(Reservation& reservation, Cache& cache, std::vector<stc_segment> segments, uint64_t chunk_bytes) {
+    if (segments.empty()) fail(STC_INVALID, "a load needs at least one segment");
+    segments = in_order(std::move(segments));
+    Device& device = reservation.device;
+    std::lock_guard<std::mutex> lock(device.mu);
+    auto load = std::make_shared<Load>(reservation, make_plan(reservation, cache, segments, chunk_bytes ? chunk_bytes : 32 << 20));
+    TicketPtr ticket = load->claim();
+    cache.use(ticket);
+    device.mapper.post([load] { load->map_ahead(); });
+    device.lanes[LOAD].post([load] { load->stream(); });
+    return ticket;
+}
+
+}  // namespace staccato

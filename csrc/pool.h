@@ -1,0 +1,50 @@
+// The pages of a device: which state each is in, whose bytes it holds, which transfers touch it. Only bookkeeping.
+#pragma once
+#include <array>
+#include <vector>
+
+#include "backend.h"
+
+namespace staccato {
+
+enum PageState : uint8_t { FREE = STC_PAGE_FREE, MAPPED = STC_PAGE_MAPPED, CLEAN = STC_PAGE_CLEAN, LIMBO = STC_PAGE_LIMBO };
+
+struct Page {
+    PageState state = FREE;
+    uint32_t owner = 0;                     // whose bytes are in it, also when it is free; 0: nobody's
+    std::array<uint64_t, LANES> touched{};  // the newest ticket of each lane; older ones of a lane are over before it
+};
+
+class Pool {
+  public:
+    explicit Pool(uint64_t pages) : pages_(pages) { counts_[FREE] = pages; }
+
+    uint64_t size() const { return pages_.size(); }
+    uint64_t count(PageState state) const { return counts_[state]; }
+    Page& operator[](uint32_t page) { return pages_[page]; }
+
+    void set(uint32_t page, PageState state) {
+        counts_[pages_[page].state]--;
+        counts_[pages_[page].state = state]++;
+    }
+
+    // Exactly `count` free pages, which must be there; they are mapped from now on. The search goes on where the last one
+    // ended, which keeps neighbours together: a run of pages is mapped by one call.
+    std::vector<uint32_t> take(uint64_t count) {
+        std::vector<uint32_t> taken;
+        taken.reserve(count);
+        for (; taken.size() < count; cursor_ = (cursor_ + 1) % pages_.size()) {
+            if (pages_[cursor_].state != FREE) continue;
+            set(cursor_, MAPPED);
+            taken.push_back(cursor_);
+        }
+        return taken;
+    }
+
+  private:
+    std::vector<Page> pages_;
+    std::array<uint64_t, 4> counts_{};
+    uint32_t cursor_ = 0;
+};
+
+}  // namespace staccato

@@ -1,0 +1,248 @@
+#include "reservation.h"
+
+#include <algorithm>
+
+namespace staccato {
+
+namespace {
+
+// Neighbouring pages from `at` on.
+uint64_t run_length(const std::vector<uint32_t>& pages, uint64_t at) {
+    uint64_t end = at + 1;
+    while (end < pages.size() && pages[end] == pages[end - 1] + 1) end++;
+    return end - at;
+}
+
+uint64_t round_up(uint64_t bytes, uint64_t page_bytes) {
+    if (bytes == 0 || bytes > (1ull << 47)) {
+        fail(STC_INVALID, "%g MiB of addresses can't be reserved: ask for 1 byte to 128 TiB", mebibytes(bytes));
+    }
+    return (bytes + page_bytes - 1) / page_bytes * page_bytes;
+}
+
+uint32_t enlist(Device& device, uint64_t bytes) {
+    std::lock_guard<std::mutex> lock(device.mu);
+    device.users++;
+    device.counted.reserved_bytes += bytes;
+    return device.next_owner++;
+}
+
+}  // namespace
+
+Reservation::Reservation(Device& device, uint64_t wanted)
+    : device(device),
+      bytes(round_up(wanted, device.backend->page_bytes)),
+      address(device.backend->reserve(bytes)),
+      owner(enlist(device, bytes)),
+      slots(bytes / device.backend->page_bytes, NONE) {}
+
+void Reservation::release(const Deadline& deadline) {
+    Lock lock(device.mu);
+    if (std::find(slots.begin(), slots.end(), ARRIVING) != slots.end()) {
+        fail(STC_STATE, "reservation %u is being mapped or loaded: cancel that or wait for it", owner);
+    }
+    unmap_slots({0, slots.size()}, nullptr);
+    while (leaving({0, slots.size()})) {
+        refuse_hopeless({0, slots.size()});
+        if (!device.wait(lock, deadline) && leaving({0, slots.size()})) {
+            fail(STC_TIMEOUT, "reservation %u still has pages in limbo after %g s: release it again later", owner,
+                 deadline.timeout_s);
+        }
+    }
+    lock.unlock();
+    device.backend->release(address, bytes);
+    lock.lock();
+    device.users--;
+    device.counted.reserved_bytes -= bytes;
+}
+
+// -- map --------------------------------------------------------------------------------------------------------------
+
+void Reservation::map(uint64_t offset, uint64_t bytes, const Deadline& deadline) {
+    const Slots range = whole_slots(offset, bytes);
+    Lock lock(device.mu);
+    for (uint64_t slot = range.first; slot < range.first + range.count; slot++) {
+        if (slots[slot] != NONE) {
+            fail(STC_STATE, "page %llu of reservation %u is mapped or being mapped already",
+                 static_cast<unsigned long long>(slot), owner);
+        }
+    }
+    fill(range, ARRIVING);
+    std::vector<uint32_t> pages;
+    try {
+        for (;;) {
+            refuse_hopeless(range);
+            const uint64_t spare = device.pool.count(FREE) - std::min(device.pool.count(FREE), device.promised);
+            if (range.count + device.promised > device.pool.count(FREE) + device.coming()) {
+                fail(STC_NO_PAGES, "%s", device.shortage(range.count).c_str());
+            }
+            if (!leaving(range) && range.count <= spare) break;
+            if (!device.wait(lock, deadline)) {
+                fail(STC_TIMEOUT, "%s (waited %g s)", device.shortage(range.count).c_str(), deadline.timeout_s);
+            }
+        }
+        pages = device.pool.take(range.count);
+        lock.unlock();
+        attach(range.first, pages, true);
+        lock.lock();
+    } catch (...) {
+        if (!lock) lock.lock();
+        fill(range, NONE);
+        device.announce();
+        throw;
+    }
+    for (uint64_t i = 0; i < pages.size(); i++) {
+        device.pool[pages[i]].owner = owner;
+        slots[range.first + i] = pages[i];
+    }
+}
+
+void Reservation::attach(uint64_t first_slot, const std::vector<uint32_t>& pages, bool zero_foreign) {
+    uint64_t mapped = 0;
+    try {
+        for (uint64_t run; mapped < pages.size(); mapped += run) {
+            run = run_length(pages, mapped);
+            device.map(address_of(first_slot + mapped), pages[mapped], run);
+        }
+        device.backend->allow(address_of(first_slot), pages.size() * device.backend->page_bytes);
+        if (zero_foreign) zero_foreign_pages(first_slot, pages);
+    } catch (...) {
+        std::lock_guard<std::mutex> lock(device.mu);
+        for (uint64_t i = mapped; i < pages.size(); i++) device.pool.set(pages[i], FREE);
+        device.leave(*this, first_slot, {pages.begin(), pages.begin() + mapped}, {});
+        device.announce();
+        throw;
+    }
+}
+
+// Another's bytes must not be read, and bits that are NaN to us spoil attention even where it is masked: 0 * NaN is NaN.
+void Reservation::zero_foreign_pages(uint64_t first_slot, const std::vector<uint32_t>& pages) {
+    bool any = false;
+    for (uint64_t i = 0; i < pages.size(); i++) {
+        const uint32_t before = device.pool[pages[i]].owner;
+        if (before == owner || (before == 0 && device.backend->fresh_pages_are_zero)) continue;
+        device.zero(ZERO, address_of(first_slot + i), device.backend->page_bytes);
+        any = true;
+    }
+    if (any) device.backend->record(ZERO)->wait();
+}
+
+// -- unmap ------------------------------------------------------------------------------------------------------------
+
+void Reservation::unmap(uint64_t offset, uint64_t bytes, uint64_t after) {
+    const Slots range = whole_slots(offset, bytes);
+    std::lock_guard<std::mutex> lock(device.mu);
+    const auto begin = slots.begin() + range.first, end = begin + range.count;
+    if (std::find(begin, end, ARRIVING) != end) {
+        fail(STC_STATE, "pages of reservation %u are being mapped or loaded: cancel that or wait for it", owner);
+    }
+    unmap_slots(range, device.find_ticket(after));
+}
+
+// One entry of the move list for each stretch without a hole.
+void Reservation::unmap_slots(Slots range, TicketPtr after) {
+    const uint64_t end = range.first + range.count;
+    for (uint64_t first = range.first; first < end;) {
+        uint64_t next = first;
+        while (next < end && slots[next] != NONE) next++;
+        std::vector<uint32_t> pages(slots.begin() + first, slots.begin() + next);
+        fill({first, next - first}, NONE);
+        auto tickets = transfers_on(pages);
+        if (after) tickets.push_back(after);
+        device.leave(*this, first, std::move(pages), std::move(tickets));
+        first = next + 1;
+    }
+}
+
+std::vector<TicketPtr> Reservation::transfers_on(const std::vector<uint32_t>& pages) {
+    std::array<uint64_t, LANES> newest{};
+    for (uint32_t page : pages) {
+        for (int lane = 0; lane < LANES; lane++) newest[lane] = std::max(newest[lane], device.pool[page].touched[lane]);
+    }
+    std::vector<TicketPtr> tickets;
+    for (uint64_t id : newest) {
+        if (auto ticket = device.find_ticket(id)) tickets.push_back(ticket);
+    }
+    return tickets;
+}
+
+const Leaving* Reservation::leaving(Slots range) const {
+    for (const Leaving& entry : device.move_list) {
+        if (entry.reservation == this && entry.first < range.first + range.count &&
+            range.first < entry.first + entry.pages.size()) {
+            return &entry;
+        }
+    }
+    return nullptr;
+}
+
+void Reservation::refuse_hopeless(Slots range) const {
+    for (const Leaving& entry : device.move_list) {
+        if (entry.hopeless() && entry.reservation == this && entry.first < range.first + range.count &&
+            range.first < entry.first + entry.pages.size()) {
+            fail(STC_STATE, "%zu pages of reservation %u can't be unmapped, after %d attempts: restart this process",
+                 entry.pages.size(), owner, entry.failures);
+        }
+    }
+}
+
+// -- small things -----------------------------------------------------------------------------------------------------
+
+void Reservation::mark_clean(uint64_t offset, uint64_t bytes) {
+    const Slots range = whole_slots(offset, bytes);
+    std::lock_guard<std::mutex> lock(device.mu);
+    const auto begin = slots.begin() + range.first, end = begin + range.count;
+    if (std::any_of(begin, end, [](uint32_t page) { return page == NONE || page == ARRIVING; })) {
+        fail(STC_STATE, "not all of these %llu pages of reservation %u are mapped: only mapped pages can be clean",
+             static_cast<unsigned long long>(range.count), owner);
+    }
+    std::for_each(begin, end, [this](uint32_t page) { device.pool.set(page, CLEAN); });
+}
+
+void Reservation::residency(uint64_t offset, uint64_t bytes, uint64_t& mapped, uint64_t& clean) {
+    const Slots range = whole_slots(offset, bytes);
+    std::lock_guard<std::mutex> lock(device.mu);
+    mapped = clean = 0;
+    for (uint64_t slot = range.first; slot < range.first + range.count; slot++) {
+        if (slots[slot] == NONE || slots[slot] == ARRIVING) continue;
+        (device.pool[slots[slot]].state == CLEAN ? clean : mapped) += device.backend->page_bytes;
+    }
+}
+
+int Reservation::export_page(uint64_t offset, uint64_t& fd_offset) {
+    const Slots range = whole_slots(offset, device.backend->page_bytes);
+    uint32_t page;
+    {
+        std::lock_guard<std::mutex> lock(device.mu);
+        page = slots[range.first];
+    }
+    if (page == NONE || page == ARRIVING) {
+        fail(STC_STATE, "page %llu of reservation %u is not mapped", static_cast<unsigned long long>(range.first), owner);
+    }
+    return device.backend->export_page(page, fd_offset);
+}
+
+Slots Reservation::slots_of(uint64_t offset, uint64_t length) const {
+    if (length == 0 || offset > bytes || length > bytes - offset) {
+        fail(STC_INVALID, "%llu bytes at %llu do not lie in reservation %u of %llu bytes",
+             static_cast<unsigned long long>(length), static_cast<unsigned long long>(offset), owner,
+             static_cast<unsigned long long>(bytes));
+    }
+    const uint64_t page = device.backend->page_bytes;
+    return {offset / page, (offset + length - 1) / page - offset / page + 1};
+}
+
+Slots Reservation::whole_slots(uint64_t offset, uint64_t length) const {
+    const uint64_t page = device.backend->page_bytes;
+    if (offset % page || length % page) {
+        fail(STC_INVALID, "%llu bytes at %llu are not whole pages of %llu bytes", static_cast<unsigned long long>(length),
+             static_cast<unsigned long long>(offset), static_cast<unsigned long long>(page));
+    }
+    return slots_of(offset, length);
+}
+
+void Reservation::fill(Slots range, uint32_t value) {
+    std::fill_n(slots.begin() + range.first, range.count, value);
+}
+
+}  // namespace staccato
