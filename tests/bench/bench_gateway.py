@@ -30,7 +30,7 @@ from tests.e2e.conftest import Platform  # noqa: E402
 
 MODEL, MAX_MODEL_LEN, KV_BYTES = "m", 512, 256 << 20
 LOADS = {50: 3, 1: 8}  # streams at once → requests of each
-PAIRS = 5
+PAIRS = 4
 SHAPES = {"small (0.6 M)": dict(hidden=128, layers=2), "medium (27 M)": dict(hidden=512, layers=8, heads=8, kv_heads=4)}
 TOP = 15
 
@@ -117,7 +117,7 @@ def compare(client: Client, us: Side, them: Side, streams: int, requests: int) -
     return {
         "staccato": summary([ours for ours, _ in pairs]),
         "vllm": summary([theirs for _, theirs in pairs]),
-        "added_first_token_ms_p50": spread([ms(ours.load.first_s, 50) - ms(t.load.first_s, 50) for ours, t in pairs]),
+        "added_first_token_ms_p50": spread([ours.load.first_ms.p50 - t.load.first_ms.p50 for ours, t in pairs]),
         "front_cpu_per_token_ratio": spread([ours.front_us_per_token / t.front_us_per_token for ours, t in pairs]),
         "front_cpu_per_event_ratio": spread([ours.front_us_per_event / t.front_us_per_event for ours, t in pairs]),
         "tokens_per_s_ratio": spread([t.load.seconds / ours.load.seconds for ours, t in pairs]),
@@ -126,18 +126,16 @@ def compare(client: Client, us: Side, them: Side, streams: int, requests: int) -
 
 def summary(samples: list[Sample]) -> dict[str, object]:
     return {
-        "first_token_ms": {p: spread([ms(sample.load.first_s, p) for sample in samples]) for p in (50, 99)},
-        "gap_ms": {p: spread([ms(sample.load.gap_s, p) for sample in samples]) for p in (50, 99)},
+        "first_token_ms_p50": spread([sample.load.first_ms.p50 for sample in samples]),
+        "first_token_ms_p99": spread([sample.load.first_ms.p99 for sample in samples]),
+        "gap_ms_p50": spread([sample.load.gap_ms.p50 for sample in samples]),
+        "gap_ms_p99": spread([sample.load.gap_ms.p99 for sample in samples]),
         "tokens_per_s": spread([sample.load.tokens / sample.load.seconds for sample in samples]),
         "events_per_token": spread([sample.load.events / sample.load.tokens for sample in samples]),
         "front_cpu_us_per_token": spread([sample.front_us_per_token for sample in samples]),
         "front_cpu_us_per_event": spread([sample.front_us_per_event for sample in samples]),
         "behind_cpu_us_per_token": spread([sample.behind_us_per_token for sample in samples]),
     }
-
-
-def ms(seconds: list[float], percentile: int) -> float:
-    return statistics.quantiles(seconds, n=100, method="inclusive")[percentile - 1] * 1e3
 
 
 def spread(values: list[float]) -> list[float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import uvloop
 
 EVENT, LAST = b"data: {", b"0\r\n\r\n"
@@ -33,14 +35,20 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Percentiles:
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True)
 class Load:
-    """What the clients saw. The first request of each connection comes in a burst and is not in `first_s`."""
+    """What the clients saw. The first request of each connection comes in a burst and is not in `first_ms`."""
 
     seconds: float
     tokens: int
     events: int  # fewer than tokens where a server that lags puts several into one
-    first_s: list[float]  # from request to first event
-    gap_s: list[float]  # between reads that brought events
+    first_ms: Percentiles  # from request to first event
+    gap_ms: Percentiles  # between reads that brought events
 
 
 def output_tokens(stream: int, request: int) -> int:
@@ -134,7 +142,12 @@ async def run(job: Job) -> Load:
     started = time.perf_counter()
     made = await asyncio.gather(*(stream(number) for number in range(job.streams)))
     tokens, events = map(sum, zip(*made, strict=True))
-    return Load(time.perf_counter() - started, tokens, events, first, gaps)
+    return Load(time.perf_counter() - started, tokens, events, percentiles_ms(first), percentiles_ms(gaps))
+
+
+def percentiles_ms(seconds: list[float]) -> Percentiles:
+    cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+    return Percentiles(cuts[49] * 1e3, cuts[98] * 1e3)
 
 
 class Client:
@@ -152,7 +165,7 @@ class Client:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError("the client process ended: its error is above")
-        return Load(**json.loads(line))
+        return msgspec.json.decode(line, type=Load)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -162,7 +175,7 @@ class Client:
 
 def main() -> None:
     for line in sys.stdin:
-        print(json.dumps(asdict(uvloop.run(run(Job(**json.loads(line)))))), flush=True)
+        print(json.dumps(asdict(uvloop.run(run(msgspec.json.decode(line, type=Job))))), flush=True)
 
 
 if __name__ == "__main__":

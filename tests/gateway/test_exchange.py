@@ -1,0 +1,80 @@
+"""Clients that leave or stop reading: whoever answers them is stopped, and the exchange says that it was not complete."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from gateway import answer as answer_module
+from gateway.answer import Answer
+from gateway.front import Served
+from gateway.inference import Exchange
+from gateway.meter import Call
+from tests.gateway.test_answer import EVENTS, Counted
+from tests.store.test_bus import usage
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM and torch, which the front imports
+
+
+class Endless:
+    """Stands for vLLM: streams until it is stopped, and remembers that it was."""
+
+    stopped = False
+    sent = 0
+
+    async def handle(self, front: object, served: object, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self.body = (await receive())["body"]
+            await send({"type": "http.response.start", "status": 200, "headers": [EVENTS]})
+            while True:
+                await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+                self.sent += 1
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            self.stopped = True
+            raise
+
+
+async def exchanged(receive: Receive, send: Send) -> tuple[Any, bool]:
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    fronts = Endless()
+    served = Served("faq", "", Call(usage("q"), 0), 0.0)
+    answer = Answer(send, served, Counted(), {"x-staccato-cold": "none"})  # type: ignore[arg-type]
+    exchange = Exchange(Request(scope, receive), send, "q", "/v1/chat/completions", b"{}")
+    async with asyncio.timeout(5):
+        complete = await exchange.pass_on(fronts, None, served, answer.send)  # type: ignore[arg-type]
+    return fronts, complete
+
+
+async def test_a_client_that_leaves_stops_the_answer_at_once() -> None:
+    left = asyncio.Event()
+
+    async def receive() -> Message:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            left.set()
+
+    fronts, complete = await exchanged(receive, send)
+    assert not complete and fronts.stopped and fronts.body == b"{}" and fronts.sent < 10
+
+
+async def test_a_client_that_reads_nothing_is_dropped_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_module, "SEND_DEADLINE_S", 0.2)
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()  # the socket's buffer is full for ever
+
+    fronts, complete = await exchanged(receive, send)
+    assert not complete and fronts.sent == 0
