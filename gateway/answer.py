@@ -41,6 +41,7 @@ class Answer:
         self._head: Message | None = None  # held back
         self._began_at = time.monotonic()
         self._dropping = False  # an error was sent: nothing may follow
+        self._sending_since: float | None = None  # monotonic; while a send has not come back
         self.started = self.failed = False
 
     async def send(self, message: Message) -> None:
@@ -105,15 +106,18 @@ class Answer:
         await self._send({**self._head, "headers": [*self._head["headers"], *extra]})
 
     async def _out(self, body: bytes, more: bool) -> None:
-        async with asyncio.timeout(SEND_DEADLINE_S):
-            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self._sending_since = time.monotonic()
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self._sending_since = None
 
-    async def keep_alive(self) -> None:
-        """Until cancelled: tell a streaming client that waits for its first token that we are still there."""
-        while not self.failed and not self._dropping:
-            await asyncio.sleep(KEEP_ALIVE_S)
-            if self._head is not None and self._served.streaming and not self._served.made_tokens:
+    async def patience(self) -> None:
+        """Returns when the client has read nothing for too long. Meanwhile tells one that waits for its first token
+        that we are still there. (A timeout around each send would cost more than the send.)"""
+        while True:
+            await asyncio.sleep(min(KEEP_ALIVE_S, SEND_DEADLINE_S))
+            if self._sending_since is not None:
+                if time.monotonic() - self._sending_since >= SEND_DEADLINE_S:
+                    return
+            elif self._head is not None and self._served.streaming and not (self._served.made_tokens or self.failed):
                 await self._start()
                 await self._out(b": waiting for the model\n\n", True)
-            elif self._served.made_tokens:
-                return

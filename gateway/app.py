@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -117,6 +118,8 @@ class Health:
 
 async def serve(settings: Settings) -> None:
     async with assembled(settings) as app:
+        gc.collect()
+        gc.freeze()  # vLLM's modules are hundreds of thousands of objects: no later collection needs to walk them
         server = uvicorn.Server(
             uvicorn.Config(
                 app,

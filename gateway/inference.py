@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import hmac
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
 
 import msgspec
@@ -97,7 +98,7 @@ class Inference:
         front = await self._front(target)
         exchange = Exchange(request, send, request_id, route, body)
         if path in REPEATING:
-            await exchange.pass_on(self.fronts, front, None, send)
+            await exchange.pass_on(self.fronts, front, None, send, asyncio.Event().wait())
             return None
         call = self._open(request_id, caller, target)
         served = Served(name, self._cache_salt(caller), call, deadline)
@@ -201,12 +202,10 @@ class Inference:
 
     async def _serve(self, exchange: Exchange, front: Front, served: Served, answer: Answer) -> None:
         finish = "error"
-        keep_alive = asyncio.create_task(answer.keep_alive())
         try:
-            complete = await exchange.pass_on(self.fronts, front, served, answer.send)
+            complete = await exchange.pass_on(self.fronts, front, served, answer.send, answer.patience())
             finish = "cancelled" if not complete else "error" if answer.failed else served.call.finish
         finally:
-            keep_alive.cancel()
             self.meter.close(served.call, finish)
 
 
@@ -221,22 +220,24 @@ class Exchange:
         headers.append((b"x-request-id", request_id.encode()))
         self._scope = {**request.scope, "path": route, "raw_path": route.encode(), "root_path": "", "headers": headers}
 
-    async def pass_on(self, fronts: Fronts, front: Front, served: Served | None, send: Send) -> bool:
-        """Let vLLM answer; False when the client went away before the end."""
+    async def pass_on(
+        self, fronts: Fronts, front: Front, served: Served | None, send: Send, patience: Coroutine[None, None, object]
+    ) -> bool:
+        """Let vLLM answer; False when the client went away, or our `patience` with it ended, before the end."""
         answering = asyncio.create_task(fronts.handle(front, served, self._scope, self._replay, send))
-        watching = asyncio.create_task(self._watch())
+        waiting = [asyncio.create_task(self._watch()), asyncio.create_task(patience)]
         try:
-            await asyncio.wait([answering, watching], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([answering, *waiting], return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
                 answering.result()
                 return True
             return False
-        except (TimeoutError, OSError):  # it reads nothing, or its socket is gone
+        except OSError:  # its socket is gone
             return False
         finally:
-            for task in (answering, watching):
+            for task in (answering, *waiting):
                 task.cancel()
-            await asyncio.gather(answering, watching, return_exceptions=True)
+            await asyncio.gather(answering, *waiting, return_exceptions=True)
 
     async def _replay(self) -> Message:
         """ASGI `receive` for vLLM: the body once, then nothing until the client goes away."""

@@ -129,6 +129,7 @@ class Device:
                 case Abort(model, requests):
                     self._engines[model].abort(requests)
                 case Step(model):
+                    self._report()  # what the last step made must not wait for this one
                     done = self._step(model)
                 case Load():
                     done = self._load(effect)

@@ -1,4 +1,4 @@
-"""Clients that leave or stop reading: whoever answers them is stopped, and the exchange says that it was not complete."""
+"""Clients that leave or stop reading: whoever answers them is stopped, and the exchange says so."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def exchanged(receive: Receive, send: Send) -> tuple[Any, bool]:
     answer = Answer(send, served, Counted(), {"x-staccato-cold": "none"})  # type: ignore[arg-type]
     exchange = Exchange(Request(scope, receive), send, "q", "/v1/chat/completions", b"{}")
     async with asyncio.timeout(5):
-        complete = await exchange.pass_on(fronts, None, served, answer.send)  # type: ignore[arg-type]
+        complete = await exchange.pass_on(fronts, None, served, answer.send, answer.patience())  # type: ignore[arg-type]
     return fronts, complete
 
 
