@@ -110,17 +110,8 @@ class Device:
         done: Event | None = None
         for effect in effects:
             match effect:
-                case Tell(request, at, output):
-                    delta = Delta(
-                        request.stream,
-                        output.tokens,
-                        at,
-                        output.finish,
-                        output.stop_reason,
-                        output.logprobs,
-                        output.cached_tokens,
-                    )
-                    self._made.setdefault(request.gateway, []).append(delta)
+                case Tell():
+                    self._tell(effect)
                 case Lose(request, error, finish):
                     lost = Delta(request.stream, [], request.sent, finish, error=error)
                     self._made.setdefault(request.gateway, []).append(lost)
@@ -137,6 +128,15 @@ class Device:
                     self._engines.pop(model).close()
                     done = Unloaded(model)
         return done
+
+    def _tell(self, tell: Tell) -> None:
+        request, made = tell.request, tell.output
+        cached, logprobs = made.cached_tokens, made.logprobs
+        delta = Delta(request.stream, made.tokens, tell.at, made.finish, made.stop_reason, logprobs, cached)
+        deltas = self._made.get(request.gateway)
+        if deltas is None:
+            deltas = self._made[request.gateway] = []
+        deltas.append(delta)
 
     def _add(self, request: Request) -> None:
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from runtime.request import RequestId
 from store.wire import EngineSpec, Finish
@@ -17,8 +18,7 @@ class BadRequest(EngineError):
     """This request can't be served by this engine; the engine is unharmed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(msgspec.Struct, frozen=True):
     """What one step made for one request. `logprobs` is the engine's own encoding, for its own front half."""
 
     request: RequestId
