@@ -148,7 +148,7 @@ def spread(values: list[float]) -> list[float]:
 
 def profile(client: Client, side: Side, samples: Path) -> dict[str, object]:
     """Shares of the front's CPU, in percent, while 50 streams run."""
-    streams, requests = 50, LOADS[50]
+    streams, requests = 50, 4 * LOADS[50]
     measure(client, side, streams, requests, 0)
     take(side.front, samples)
     measured = measure(client, side, streams, requests, 1)
@@ -164,7 +164,10 @@ def take(process: psutil.Process, samples: Path) -> dict:
     path = samples / f"{process.pid}.json"
     path.unlink(missing_ok=True)
     process.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + 10
     while not path.exists():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"process {process.pid} did not write {path}: its log says why")
         time.sleep(0.02)
     return json.loads(path.read_text())
 

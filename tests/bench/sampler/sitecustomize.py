@@ -32,12 +32,13 @@ def sample(number, frame) -> None:
 
 
 def write(number, frame) -> None:
+    global own, within
+    (own, own_taken), (within, within_taken) = (Counter(), own), (Counter(), within)  # a sample may come any time
     draft = f"{os.environ['SAMPLES']}/{os.getpid()}.draft"
     with open(draft, "w") as file:
-        json.dump({"samples": sum(own.values()), "own": own.most_common(200), "within": within.most_common(300)}, file)
+        samples = sum(own_taken.values())
+        json.dump({"samples": samples, "own": own_taken.most_common(), "within": within_taken.most_common()}, file)
     os.replace(draft, draft.replace(".draft", ".json"))
-    own.clear()
-    within.clear()
 
 
 if "SAMPLES" in os.environ and "multiprocessing" not in " ".join(sys.orig_argv):
