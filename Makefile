@@ -11,7 +11,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(VENV)/.ready ## make .venv with the locked dependencies and the staccato command
+setup: $(VENV)/.ready ## make .venv with the locked dependencies and the staccato command, build the memory library
+	@$(MAKE) --silent --no-print-directory -C csrc
 $(VENV)/.ready: requirements.lock pyproject.toml
 	@"$(PYTHON)" -c '$(ENOUGH)' 2>/dev/null || \
 		{ echo "Python 3.11 or newer is needed: install it, or say where it is with make PYTHON=/path/to/python"; exit 1; }

@@ -186,7 +186,7 @@ void Device::reap() {
         for (auto entry : entries) {
             if (!all(entry->after, &Ticket::over)) {
                 submitted |= std::none_of(entry->after.begin(), entry->after.end(), [](auto& t) { return t->pending(); });
-            } else if (take_away(*entry)) {
+            } else if (Clock::now() >= entry->not_before && take_away(*entry)) {
                 gone.push_back(entry);
             } else {
                 failed = true;
@@ -234,6 +234,7 @@ bool Device::take_away(Leaving& entry) {
     } catch (const Error&) {  // the pages stay in limbo, which the counters show; what waits for them is told
         std::lock_guard<std::mutex> lock(mu);
         counted.unmap_failures++;
+        entry.not_before = Clock::now() + UNMAP_RETRY;
         if (++entry.failures == 3) announce();
         return false;
     }
@@ -285,6 +286,13 @@ void Device::zero(Lane lane, uint64_t address, uint64_t bytes) {
     backend->zero(lane, address, bytes);
     std::lock_guard<std::mutex> lock(mu);
     counted.zeroed_bytes += bytes;
+}
+
+void Device::drain(Lane lane) noexcept {
+    try {
+        backend->record(lane)->wait();
+    } catch (const std::exception&) {  // the device is gone: nothing is in flight
+    }
 }
 
 // -- for tests --------------------------------------------------------------------------------------------------------

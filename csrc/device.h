@@ -52,6 +52,7 @@ struct Leaving {
     std::vector<uint32_t> pages;
     std::vector<TicketPtr> after;
     int failures = 0;
+    Clock::time_point not_before{};  // the next attempt
     bool hopeless() const { return failures >= 3; }  // still tried, no longer counted on
 };
 
@@ -91,6 +92,8 @@ class Device {
     void unmap(uint64_t address, uint64_t bytes);
     void copy(Lane, const Copy&, Direction);
     void zero(Lane, uint64_t address, uint64_t bytes);
+
+    void drain(Lane) noexcept;  // until nothing of it is in flight
 
     void inject(int operation, uint64_t nth);
     void throttle(double bytes_per_s);

@@ -23,6 +23,11 @@ struct Error : std::runtime_error {
     throw Error(code, message);
 }
 
+inline Error as_error(const std::exception& thrown) {
+    if (auto error = dynamic_cast<const Error*>(&thrown)) return *error;
+    return Error(STC_NO_MEMORY, thrown.what());  // bad_alloc and its kin
+}
+
 inline double mebibytes(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 
 }  // namespace staccato

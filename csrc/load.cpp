@@ -23,8 +23,8 @@ struct Chunk {
 
 // What is to be done, decided before anything is done.
 struct Plan {
-    std::vector<Chunk> chunks;         // of pages that are not there
-    std::vector<uint32_t> clean;       // pages that are
+    std::vector<Chunk> chunks;                         // of pages that are not there
+    std::vector<std::pair<uint64_t, uint32_t>> clean;  // slots and pages that are
     uint64_t pages = 0, bytes = 0;
 };
 
@@ -74,7 +74,7 @@ Plan make_plan(Reservation& reservation, const Cache& cache, const std::vector<s
                 plan.chunks.back().count++;
                 plan.pages++;
             } else if (page != Reservation::ARRIVING && reservation.device.pool[page].state == CLEAN) {
-                plan.clean.push_back(page);
+                plan.clean.emplace_back(slot, page);
             } else {
                 fail(STC_STATE, "page %llu of reservation %u is mapped or being loaded already: unmap it or mark it clean first",
                      static_cast<unsigned long long>(slot), reservation.owner);
@@ -105,12 +105,13 @@ class Load {
     void copy(const Part&);
     void finish();
     void undo(const Error&);
+    void settle_clean(PageState);
     void refuse_cancelled() const {
         if (ticket_->cancelled) fail(STC_CANCELLED, "load %llu was cancelled", static_cast<unsigned long long>(ticket_->id));
     }
 
     Device& device_;
-    Reservation& reservation_;  // lives: it cannot be released while slots are arriving, or while the ticket is pending
+    Reservation& reservation_;  // lives: it can't be released while slots are arriving
     Plan plan_;
     TicketPtr ticket_;
     // Guarded by device.mu:
@@ -124,9 +125,8 @@ TicketPtr Load::claim() {
         fail(STC_NO_PAGES, "%s", device_.shortage(plan_.pages).c_str());
     }
     device_.promised += plan_.pages;
-    for (uint32_t page : plan_.clean) device_.pool.set(page, MAPPED);
+    for (auto [slot, page] : plan_.clean) reservation_.slots[slot] = Reservation::ARRIVING;
     for (const Chunk& chunk : plan_.chunks) reservation_.fill({chunk.first, chunk.count}, Reservation::ARRIVING);
-    reservation_.loads++;
     return ticket_ = device_.new_ticket(plan_.bytes);
 }
 
@@ -140,8 +140,8 @@ void Load::map_ahead() {
             mapped_++;
             device_.announce();
         }
-    } catch (const Error& thrown) {
-        error = thrown;
+    } catch (const std::exception& thrown) {
+        error = as_error(thrown);
     }
     std::lock_guard<std::mutex> lock(device_.mu);
     if (!error_) error_ = error;
@@ -187,8 +187,8 @@ void Load::stream() {
         }
         refuse_cancelled();
         finish();
-    } catch (const Error& error) {
-        undo(error);
+    } catch (const std::exception& thrown) {
+        undo(as_error(thrown));
     }
 }
 
@@ -214,7 +214,7 @@ void Load::finish() {
         std::copy(chunk.pages.begin(), chunk.pages.end(), reservation_.slots.begin() + chunk.first);
         for (uint32_t page : chunk.pages) device_.pool[page].touched[LOAD] = ticket_->id;
     }
-    reservation_.loads--;
+    settle_clean(MAPPED);
     ticket_->submit(std::move(event));
     device_.announce();
 }
@@ -232,10 +232,16 @@ void Load::undo(const Error& error) {
         if (i < mapped_) device_.leave(reservation_, chunk.first, chunk.pages, {});
         if (chunk.pages.empty()) device_.promised -= chunk.count;
     }
-    for (uint32_t page : plan_.clean) device_.pool.set(page, CLEAN);
-    reservation_.loads--;
+    settle_clean(CLEAN);
     ticket_->fail(error);
     device_.announce();
+}
+
+void Load::settle_clean(PageState state) {
+    for (auto [slot, page] : plan_.clean) {
+        reservation_.slots[slot] = page;
+        device_.pool.set(page, state);
+    }
 }
 
 }  // namespace

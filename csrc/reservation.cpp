@@ -180,7 +180,7 @@ void Reservation::refuse_hopeless(Slots range) const {
     for (const Leaving& entry : device.move_list) {
         if (entry.hopeless() && entry.reservation == this && entry.first < range.first + range.count &&
             range.first < entry.first + entry.pages.size()) {
-            fail(STC_STATE, "%zu pages of reservation %u can't be unmapped, after %d attempts: restart this process",
+            fail(STC_STATE, "%zu pages of reservation %u can't be unmapped, after %d attempts: if that lasts, restart this process",
                  entry.pages.size(), owner, entry.failures);
         }
     }

@@ -142,7 +142,8 @@ STC_EXPORT int stc_copy_blocks(stc_reservation *, stc_cache *, const stc_piece *
 
 STC_EXPORT int stc_ticket_poll(stc_device *, stc_ticket); /* 1 over, 0 under way, < 0 it failed */
 STC_EXPORT int stc_ticket_wait(stc_device *, stc_ticket, double timeout_s);
-STC_EXPORT int stc_ticket_landed(stc_device *, stc_ticket, uint64_t *bytes); /* from the beginning on, without a gap */
+/* Bytes that are there, from the beginning on without a gap; UINT64_MAX when the ticket is over and forgotten. */
+STC_EXPORT int stc_ticket_landed(stc_device *, stc_ticket, uint64_t *bytes);
 STC_EXPORT int stc_ticket_cancel(stc_device *, stc_ticket);                  /* a wish: the ticket says what became of it */
 /* CUDA: a ticket for all that was put on a stream so far; a stream that waits for a ticket. */
 STC_EXPORT int stc_stream_ticket(stc_device *, void *stream, stc_ticket *out);

@@ -8,6 +8,7 @@ namespace staccato {
 namespace {
 
 constexpr uint64_t LARGEST_COPY = 32 << 20;  // between two of them a transfer can be cancelled
+constexpr uint64_t LARGEST_STRIDE = 2ull << 30;  // times a block's number it still fits 64 bits
 
 using Blocks = std::vector<std::pair<uint32_t, uint32_t>>;  // device, host
 
@@ -27,10 +28,10 @@ void carry_out(Device& device, const TicketPtr& ticket, const TicketPtr& after, 
         std::lock_guard<std::mutex> lock(device.mu);
         ticket->submit(std::move(event));
         device.announce();
-    } catch (const Error& error) {
+    } catch (const std::exception& thrown) {
         device.drain(lane);
         std::lock_guard<std::mutex> lock(device.mu);
-        ticket->fail(error);
+        ticket->fail(as_error(thrown));
         device.announce();
     }
 }
@@ -119,8 +120,9 @@ TicketPtr copy_blocks(Reservation& reservation, Cache& cache, const std::vector<
                       const uint32_t* device_blocks, const uint32_t* host_blocks, uint64_t count, Direction direction,
                       uint64_t after) {
     for (const stc_piece& piece : pieces) {
-        if (piece.bytes == 0 || piece.device_stride < piece.bytes || piece.host_stride < piece.bytes) {
-            fail(STC_INVALID, "a piece of %llu bytes needs strides of at least as much, not %llu on the device and %llu on the host",
+        if (piece.bytes == 0 || std::min(piece.device_stride, piece.host_stride) < piece.bytes ||
+            std::max(piece.device_stride, piece.host_stride) > LARGEST_STRIDE) {
+            fail(STC_INVALID, "a piece of %llu bytes needs strides from there to 2 GiB, not %llu on the device and %llu on the host",
                  static_cast<unsigned long long>(piece.bytes), static_cast<unsigned long long>(piece.device_stride),
                  static_cast<unsigned long long>(piece.host_stride));
         }

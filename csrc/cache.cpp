@@ -1,0 +1,106 @@
+#include "cache.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "memfile.h"
+
+namespace staccato {
+
+namespace {
+
+int open_file(int fd, uint64_t bytes) {
+    if (bytes == 0) fail(STC_INVALID, "a cache of 0 bytes can't be made");
+    if (fd < 0) return make_memfile("staccato-cache", bytes);
+    const off_t size = lseek(fd, 0, SEEK_END);
+    if (size < 0 || static_cast<uint64_t>(size) < bytes) {
+        fail(STC_INVALID, "file %d has %lld bytes, the cache is to have %llu", fd, static_cast<long long>(size),
+             static_cast<unsigned long long>(bytes));
+    }
+    const int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (own < 0) fail(STC_DRIVER, "file %d: %s", fd, std::strerror(errno));
+    return own;
+}
+
+char* map_file(int fd, uint64_t bytes) {
+    char* base = reserve_addresses(bytes);
+    if (mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+        const int error = errno;
+        munmap(base, bytes);
+        close(fd);
+        fail(STC_NO_ADDRESSES, "the cache of %g MiB can't be mapped: %s", mebibytes(bytes), std::strerror(error));
+    }
+    return base;
+}
+
+}  // namespace
+
+Cache::Cache(int fd, uint64_t bytes) : bytes(bytes), fd(open_file(fd, bytes)), base(map_file(this->fd, bytes)) {}
+
+Cache::~Cache() {
+    munmap(base, bytes);
+    ::close(fd);
+}
+
+char* Cache::range(uint64_t offset, uint64_t length) const {
+    if (length == 0 || offset > bytes || length > bytes - offset) {
+        fail(STC_INVALID, "%llu bytes at %llu do not lie in the cache of %llu bytes", static_cast<unsigned long long>(length),
+             static_cast<unsigned long long>(offset), static_cast<unsigned long long>(bytes));
+    }
+    return base + offset;
+}
+
+uint64_t Cache::commit(uint64_t offset, uint64_t length) {
+    if (offset % 4096) fail(STC_INVALID, "offset %llu is not a multiple of 4096", static_cast<unsigned long long>(offset));
+    return make_resident(range(offset, length), length, true);
+}
+
+void Cache::discard(uint64_t offset, uint64_t length) {
+    range(offset, length);
+    const auto at = static_cast<off_t>(offset), end = static_cast<off_t>(length);
+    if (fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, end) != 0) {
+        fail(STC_DRIVER, "%g MiB of the cache can't be given back: %s", mebibytes(length), std::strerror(errno));
+    }
+}
+
+void Cache::pin(Device& device, uint64_t offset, uint64_t length) {
+    char* pinned = range(offset, length);
+    device.backend->pin(pinned, length);
+    {
+        std::lock_guard<std::mutex> lock(device.mu);
+        device.users++;
+    }
+    std::lock_guard<std::mutex> lock(mu_);
+    pins_.push_back({&device, pinned});
+}
+
+void Cache::use(const TicketPtr& ticket) {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (users_.size() >= 64 && users_.size() == users_.capacity()) drop_finished_users();
+    users_.push_back(ticket);
+}
+
+void Cache::drop_finished_users() {
+    users_.erase(std::remove_if(users_.begin(), users_.end(), [](auto& ticket) { return ticket->over(); }), users_.end());
+}
+
+void Cache::close() {
+    std::lock_guard<std::mutex> lock(mu_);
+    drop_finished_users();
+    if (!users_.empty()) {
+        fail(STC_STATE, "%zu transfers use the cache: wait for them or cancel them first", users_.size());
+    }
+    for (const Pin& pin : pins_) {
+        pin.device->backend->unpin(pin.base);
+        std::lock_guard<std::mutex> device_lock(pin.device->mu);
+        pin.device->users--;
+    }
+    pins_.clear();
+}
+
+}  // namespace staccato

@@ -1,0 +1,232 @@
+// What threads may do to each other, through the C face, for the sanitizers to watch: `test_memory host`, and
+// `test_memory cuda` with the fake driver. What the library promises in one thread is tested in tests/runtime/test_memory.py.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../staccato_memory.h"
+
+namespace {
+
+constexpr uint64_t PAGE = 64 << 10;
+constexpr uint64_t POOL_PAGES = 64;
+constexpr double LONG_S = 60;
+uint32_t backend;
+
+#define EXPECT(condition)                                                                                              \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            std::fprintf(stderr, "%s:%d: not so: %s (last error: %s)\n", __FILE__, __LINE__, #condition, stc_last_error()); \
+            std::abort();                                                                                              \
+        }                                                                                                              \
+    } while (false)
+
+struct Device {
+    explicit Device(uint64_t pages = POOL_PAGES) {
+        const stc_config config{backend, 0, PAGE, pages * PAGE, 0, 0};
+        EXPECT(stc_device_open(&config, &handle) == STC_OK);
+    }
+    ~Device() {
+        EXPECT(stc_device_settle(handle, LONG_S) == STC_OK);
+        const stc_stats now = stats();
+        EXPECT(now.pages_free == now.pages_total && now.pages_promised == 0 && now.reserved_bytes == 0);
+        EXPECT(stc_device_close(handle) == STC_OK);
+    }
+    stc_stats stats() const {
+        stc_stats stats;
+        EXPECT(stc_device_stats(handle, &stats) == STC_OK);
+        return stats;
+    }
+    stc_device* handle;
+};
+
+struct Reservation {
+    Reservation(const Device& device, uint64_t pages) {
+        EXPECT(stc_reserve(device.handle, pages * PAGE, &handle, &place) == STC_OK);
+        bytes = reinterpret_cast<unsigned char*>(place.address);
+    }
+    ~Reservation() {  // where many unmaps in a row were made to fail, the library goes on trying and so do we
+        int attempts = 0;
+        while (stc_release(handle, LONG_S) != STC_OK) {
+            EXPECT(++attempts < 1000);
+            std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        }
+    }
+    stc_reservation* handle;
+    stc_place place;
+    unsigned char* bytes;
+};
+
+struct Cache {
+    explicit Cache(uint64_t pages) : size(pages * PAGE) {
+        void* base;
+        int fd;
+        uint64_t huge;
+        EXPECT(stc_cache_open(-1, size, &handle, &base, &fd) == STC_OK);
+        EXPECT(stc_cache_commit(handle, 0, size, &huge) == STC_OK);
+        bytes = static_cast<unsigned char*>(base);
+        for (uint64_t i = 0; i < size; i++) bytes[i] = static_cast<unsigned char>(i * 31 + i / PAGE);
+    }
+    ~Cache() { EXPECT(stc_cache_close(handle) == STC_OK); }
+    uint64_t size;
+    stc_cache* handle;
+    unsigned char* bytes;
+};
+
+void in_threads(int count, const std::function<void(int)>& work) {
+    std::vector<std::thread> threads;
+    for (int i = 0; i < count; i++) threads.emplace_back(work, i);
+    for (std::thread& thread : threads) thread.join();
+}
+
+bool filled(const unsigned char* bytes, uint64_t count, unsigned char value) {
+    for (uint64_t i = 0; i < count; i++) {
+        if (bytes[i] != value) return false;
+    }
+    return true;
+}
+
+void owners_never_see_each_others_pages() {
+    Device device;
+    in_threads(6, [&](int thread) {
+        Reservation reservation(device, 32);
+        for (int round = 0; round < 40; round++) {
+            const uint64_t offset = static_cast<uint64_t>((round * 7 + thread) % 24) * PAGE;
+            EXPECT(stc_map(reservation.handle, offset, 8 * PAGE, LONG_S) == STC_OK);
+            for (uint64_t i = 0; i < 8 * PAGE; i += 512) {
+                EXPECT(reservation.bytes[offset + i] == 0 || reservation.bytes[offset + i] == thread + 1);
+            }
+            std::memset(reservation.bytes + offset, thread + 1, 8 * PAGE);
+            EXPECT(filled(reservation.bytes + offset, 8 * PAGE, static_cast<unsigned char>(thread + 1)));
+            EXPECT(stc_unmap(reservation.handle, offset, 8 * PAGE, 0) == STC_OK);
+        }
+    });
+}
+
+// The copy out is slow, its pages are unmapped and the same addresses mapped and written while it is under way.
+void a_late_unmap_leaves_the_newer_mapping_alone() {
+    Device device;
+    Cache cache(16);
+    Reservation reservation(device, 16);
+    EXPECT(stc_device_throttle(device.handle, 256e6) == STC_OK);
+    for (int round = 1; round <= 20; round++) {
+        stc_ticket ticket;
+        EXPECT(stc_map(reservation.handle, 0, 16 * PAGE, LONG_S) == STC_OK);
+        std::memset(reservation.bytes, round, 16 * PAGE);
+        EXPECT(stc_copy(reservation.handle, 0, cache.handle, 0, 16 * PAGE, STC_TO_HOST, 0, &ticket) == STC_OK);
+        EXPECT(stc_unmap(reservation.handle, 0, 16 * PAGE, 0) == STC_OK);
+        EXPECT(stc_map(reservation.handle, 0, 16 * PAGE, LONG_S) == STC_OK);
+        std::memset(reservation.bytes, 200, 16 * PAGE);
+        EXPECT(stc_ticket_wait(device.handle, ticket, LONG_S) == STC_OK);
+        EXPECT(filled(cache.bytes, 16 * PAGE, static_cast<unsigned char>(round)));
+        EXPECT(filled(reservation.bytes, 16 * PAGE, 200));
+        EXPECT(stc_unmap(reservation.handle, 0, 16 * PAGE, 0) == STC_OK);
+    }
+}
+
+void loads_and_cancels_of_many_threads_lose_no_page() {
+    Device device;
+    Cache cache(16);
+    std::atomic<int> loaded{0}, cancelled{0}, refused{0};
+    in_threads(6, [&](int thread) {
+        Reservation reservation(device, 16);
+        std::minstd_rand random(static_cast<unsigned>(thread + 1));
+        for (int round = 0; round < 60; round++) {
+            const stc_segment segments[] = {{0, 0, 9 * PAGE}, {9 * PAGE + 100, 9 * PAGE + 100, 5 * PAGE}};
+            stc_ticket ticket;
+            const int code = stc_load(reservation.handle, cache.handle, segments, 2, 2 * PAGE, &ticket);
+            if (code == STC_NO_PAGES) {
+                refused++;
+                continue;
+            }
+            EXPECT(code == STC_OK);
+            if (random() % 3 == 0) EXPECT(stc_ticket_cancel(device.handle, ticket) == STC_OK);
+            const int end = stc_ticket_wait(device.handle, ticket, LONG_S);
+            EXPECT(end == STC_OK || end == STC_CANCELLED);
+            (end ? cancelled : loaded)++;
+            if (end) continue;
+            EXPECT(std::memcmp(reservation.bytes, cache.bytes, 9 * PAGE) == 0);
+            EXPECT(filled(reservation.bytes + 9 * PAGE, 100, 0));
+            EXPECT(stc_unmap(reservation.handle, 0, 15 * PAGE, 0) == STC_OK);
+        }
+    });
+    EXPECT(loaded > 0 && cancelled > 0);
+    std::printf("  %d loaded, %d cancelled, %d refused\n", loaded.load(), cancelled.load(), refused.load());
+}
+
+// Three owners move their blocks out and in by turns while a fourth loads and the injector fails this and that.
+void blocks_survive_faults_and_company() {
+    Device device;
+    Cache image(16);
+    Cache parked(3 * 16);
+    std::atomic<bool> over{false};
+    std::thread chaos([&] {
+        std::minstd_rand random(7);
+        while (!over) {
+            EXPECT(stc_device_fault(device.handle, static_cast<int>(random() % 3), random() % 5) == STC_OK);
+            std::this_thread::sleep_for(std::chrono::microseconds(300));
+        }
+        for (int operation = 0; operation < 3; operation++) EXPECT(stc_device_fault(device.handle, operation, 0) == STC_OK);
+    });
+    in_threads(4, [&](int thread) {
+        Reservation reservation(device, 16);
+        for (int round = 0; round < 80; round++) {
+            stc_ticket ticket;
+            if (thread == 3) {
+                const stc_segment segment{0, 0, 12 * PAGE};
+                if (stc_load(reservation.handle, image.handle, &segment, 1, PAGE, &ticket) != STC_OK) continue;
+                if (stc_ticket_wait(device.handle, ticket, LONG_S) != STC_OK) continue;
+                EXPECT(std::memcmp(reservation.bytes, image.bytes, 12 * PAGE) == 0);
+                EXPECT(stc_unmap(reservation.handle, 0, 12 * PAGE, 0) == STC_OK);
+                continue;
+            }
+            if (stc_map(reservation.handle, 0, 16 * PAGE, LONG_S) != STC_OK) continue;
+            std::memset(reservation.bytes, thread + 1, 16 * PAGE);
+            const uint64_t mine = static_cast<uint64_t>(thread) * 16 * PAGE;
+            const stc_piece pieces[] = {{0, 2 * PAGE, mine, 2 * PAGE, PAGE}, {PAGE, 2 * PAGE, mine + PAGE, 2 * PAGE, PAGE}};
+            const uint32_t ids[] = {1, 2, 3, 6}, places[] = {0, 1, 2, 7};
+            const uint64_t count = 4;
+            if (!stc_copy_blocks(reservation.handle, parked.handle, pieces, 2, ids, places, count, STC_TO_HOST, 0, &ticket)) {
+                stc_ticket back;
+                const int code = stc_copy_blocks(reservation.handle, parked.handle, pieces, 2, ids, places, count,
+                                                 STC_TO_DEVICE, ticket, &back);
+                EXPECT(code == STC_OK);
+                stc_ticket_wait(device.handle, back, LONG_S);
+                EXPECT(filled(reservation.bytes, 16 * PAGE, static_cast<unsigned char>(thread + 1)) ||
+                       stc_ticket_poll(device.handle, back) < 0);
+            }
+            EXPECT(stc_unmap(reservation.handle, 0, 16 * PAGE, 0) == STC_OK);
+        }
+    });
+    over = true;
+    chaos.join();
+    EXPECT(stc_device_settle(device.handle, LONG_S) == STC_OK);
+    std::printf("  %llu unmaps failed and were tried again\n",
+                static_cast<unsigned long long>(device.stats().unmap_failures));
+}
+
+struct {
+    const char* name;
+    void (*run)();
+} const TESTS[] = {
+    {"owners never see each other's pages", owners_never_see_each_others_pages},
+    {"a late unmap leaves the newer mapping alone", a_late_unmap_leaves_the_newer_mapping_alone},
+    {"loads and cancels of many threads lose no page", loads_and_cancels_of_many_threads_lose_no_page},
+    {"blocks survive faults and company", blocks_survive_faults_and_company},
+};
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    backend = count > 1 && std::strcmp(arguments[1], "cuda") == 0 ? STC_BACKEND_CUDA : STC_BACKEND_HOST;
+    for (const auto& test : TESTS) {
+        std::printf("%s\n", test.name);
+        std::fflush(stdout);
+        test.run();
+    }
+}

@@ -1,0 +1,157 @@
+"""The memory library under any order of anything: no page lost or owned twice, content right, refusals exact."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from runtime.memory.native import (
+    Cache,
+    Code,
+    Device,
+    Operation,
+    Page,
+    PageState,
+    PoolError,
+    Segment,
+)
+from tests.runtime.test_memory import PAGE, POOL_PAGES, SOON_S
+
+OWNERS, SLOTS = 3, 20
+Content = tuple[PageState, int]  # of a slot: mapped or clean, and the byte it is full of
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Maps, loads, cancels, writes, clean marks, unmaps and faults of three owners, beside a model of what must be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = Device(POOL_PAGES * PAGE, page_bytes=PAGE, huge_folios=False)
+        self.cache = Cache(OWNERS * SLOTS * PAGE)
+        self.reservations = [self.device.reserve(SLOTS * PAGE) for _ in range(OWNERS)]
+        self.slots: list[list[Content | None]] = [[None] * SLOTS for _ in range(OWNERS)]
+        for owner in range(OWNERS):  # the image of an owner: each page full of a byte that tells owner and place
+            for slot in range(SLOTS):
+                place = (owner * SLOTS + slot) * PAGE
+                self.cache.view(place, PAGE)[:] = bytes([image_byte(owner, slot)]) * PAGE
+
+    def teardown(self) -> None:
+        for reservation in self.reservations:
+            reservation.release()
+        self.device.settle(SOON_S)
+        assert self.device.stats().pages_free == POOL_PAGES
+        self.device.close()
+        self.cache.close()
+
+    def free_pages(self) -> int:
+        return POOL_PAGES - sum(content is not None for slots in self.slots for content in slots)
+
+    ranges = st.tuples(st.integers(0, OWNERS - 1), st.integers(0, SLOTS - 1), st.integers(1, SLOTS)).map(
+        lambda drawn: (drawn[0], drawn[1], min(drawn[2], SLOTS - drawn[1]))
+    )
+    faults = st.one_of(st.none(), st.tuples(st.sampled_from(Operation), st.integers(1, 6)))
+
+    @rule(range_=ranges, fault=faults)
+    def map(self, range_: tuple[int, int, int], fault: tuple[Operation, int] | None) -> None:
+        owner, first, count = range_
+        wanted = self.slots[owner][first : first + count]
+        possible = wanted == [None] * count and count <= self.free_pages()
+        if not self.attempt(lambda: self.reservations[owner].map(first * PAGE, count * PAGE, SOON_S), possible, fault):
+            return
+        for slot in range(first, first + count):
+            value = self.reservations[owner].view(slot * PAGE, 1)[0]
+            assert value in own_bytes(owner), "another owner's bytes"
+            assert self.reservations[owner].view(slot * PAGE, PAGE) == bytes([value]) * PAGE
+            self.slots[owner][slot] = (PageState.MAPPED, value)
+
+    @rule(range_=ranges, chunk=st.integers(1, 5), fault=faults, cancel=st.booleans())
+    def load(self, range_: tuple[int, int, int], chunk: int, fault: tuple[Operation, int] | None, cancel: bool) -> None:
+        owner, first, count = range_
+        wanted = self.slots[owner][first : first + count]
+        none_mapped = all(content is None or content[0] is PageState.CLEAN for content in wanted)
+        possible = none_mapped and wanted.count(None) <= self.free_pages()
+        image = [Segment(first * PAGE, (owner * SLOTS + first) * PAGE, count * PAGE)]
+
+        def bring() -> None:
+            ticket = self.reservations[owner].load(self.cache, image, chunk * PAGE)
+            if cancel:
+                ticket.cancel()
+            ticket.wait(SOON_S)
+
+        if self.attempt(bring, possible, fault, may_be_cancelled=cancel):
+            for slot in range(first, first + count):
+                self.slots[owner][slot] = (PageState.MAPPED, image_byte(owner, slot))
+
+    @rule(range_=ranges, fault=faults)
+    def unmap(self, range_: tuple[int, int, int], fault: tuple[Operation, int] | None) -> None:
+        owner, first, count = range_
+        self.attempt(lambda: self.reservations[owner].unmap(first * PAGE, count * PAGE), True, fault)
+        self.slots[owner][first : first + count] = [None] * count
+
+    @rule(range_=ranges)
+    def mark_clean(self, range_: tuple[int, int, int]) -> None:
+        """Only pages that still hold what a load brought: that is the promise of who marks them."""
+        owner, first, count = range_
+        wanted = self.slots[owner][first : first + count]
+        if any(content and content[1] != image_byte(owner, first + i) for i, content in enumerate(wanted)):
+            return
+        possible = None not in wanted
+        if self.attempt(lambda: self.reservations[owner].mark_clean(first * PAGE, count * PAGE), possible, None):
+            self.slots[owner][first : first + count] = [(PageState.CLEAN, content[1]) for content in wanted if content]
+
+    @rule(range_=ranges, value=st.integers(0, 19))
+    def write(self, range_: tuple[int, int, int], value: int) -> None:
+        owner, first, count = range_
+        for slot in range(first, first + count):
+            content = self.slots[owner][slot]
+            if content and content[0] is PageState.MAPPED:
+                byte = own_bytes(owner)[1 + value]
+                self.reservations[owner].view(slot * PAGE, PAGE)[:] = bytes([byte]) * PAGE
+                self.slots[owner][slot] = (PageState.MAPPED, byte)
+
+    def attempt(self, call, possible: bool, fault, may_be_cancelled: bool = False) -> bool:  # type: ignore[no-untyped-def]
+        """Whether it went well; if it didn't, there must be a reason, and nothing may have changed."""
+        if fault:
+            self.device.inject(*fault)
+        try:
+            call()
+        except PoolError as error:
+            reasons = {Code.STATE, Code.NO_PAGES} if not possible else {Code.DRIVER} if fault else set()
+            assert error.code in reasons | ({Code.CANCELLED} if may_be_cancelled else set()), error
+            return False
+        finally:
+            self.device.settle(SOON_S)
+            for operation in Operation:
+                self.device.inject(operation, 0)
+        assert possible
+        return True
+
+    @invariant()
+    def every_page_is_where_the_model_says(self) -> None:
+        pages = self.device.pages()
+        for owner, reservation in enumerate(self.reservations):
+            for state in (PageState.MAPPED, PageState.CLEAN):
+                expected = sum(content is not None and content[0] is state for content in self.slots[owner])
+                assert pages.count(Page(state, reservation.owner)) == expected
+            for slot, content in enumerate(self.slots[owner]):
+                clean = PAGE if content and content[0] is PageState.CLEAN else 0
+                mapped = PAGE if content and not clean else 0
+                assert reservation.residency(slot * PAGE, PAGE) == (mapped, clean)
+                if content:
+                    assert reservation.view(slot * PAGE, PAGE) == bytes([content[1]]) * PAGE
+        stats = self.device.stats()
+        assert (stats.pages_free, stats.pages_limbo, stats.pages_promised) == (self.free_pages(), 0, 0)
+
+
+def own_bytes(owner: int) -> list[int]:
+    """Nobody's zero, and the bytes that only this owner writes: 20 for its image, 20 for others."""
+    return [0, *range(1 + owner * 40, 41 + owner * 40)]
+
+
+def image_byte(owner: int, slot: int) -> int:
+    return own_bytes(owner)[21 + slot]
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
