@@ -49,10 +49,12 @@ async def test_a_server_without_jetstream_or_with_tiny_messages_is_refused(tmp_p
     ):
         config.write_text(f'listen: "127.0.0.1:{bare.port}"\n{text}\n')
         bare.start()
-        with pytest.raises(BusError, match=complaint):
-            async with Bus.connect(bare.url, "test"):
-                pass
-        bare.kill()
+        try:
+            with pytest.raises(BusError, match=complaint):
+                async with Bus.connect(bare.url, "test"):
+                    pass
+        finally:
+            bare.kill()
 
 
 async def test_a_message_over_the_servers_limit_is_refused_with_the_numbers(nats_server: NatsServer) -> None:
