@@ -44,6 +44,9 @@ check: setup ## lint, types, house rules
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_tidy.py
 
+sanitize: ## the memory library's stress tests under the address and the thread sanitizer
+	$(MAKE) --no-print-directory -C csrc test asan tsan
+
 format: setup ## rewrite the code in the house's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -51,4 +54,4 @@ format: setup ## rewrite the code in the house's format
 bench: setup ## every bench, one file per question, answers in tests/bench/README.md
 	for bench in tests/bench/bench_*.py; do $(BIN)/python $$bench || exit 1; done
 
-.PHONY: help setup demo up models test test-long check format bench
+.PHONY: help setup demo up models test test-long check sanitize format bench

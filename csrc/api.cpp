@@ -36,7 +36,7 @@ const void* both(const void* one, const void* other) { return one ? other : one;
 
 Direction direction_of(int direction) {
     if (direction == STC_TO_DEVICE || direction == STC_TO_HOST) return static_cast<Direction>(direction);
-    fail(STC_INVALID, "there is no direction %d", direction);
+    fail(STC_INVALID, "there is no direction ", direction);
 }
 
 TicketPtr find(Device& device, stc_ticket id) {
@@ -68,8 +68,7 @@ int stc_device_pages(stc_device* device, stc_page* out, uint64_t count) {
     return guarded(device, [&] {
         std::lock_guard<std::mutex> lock(device->mu);
         if (count > device->pool.size()) {
-            fail(STC_INVALID, "%llu pages were asked for, the pool has %llu", static_cast<unsigned long long>(count),
-                 static_cast<unsigned long long>(device->pool.size()));
+            fail(STC_INVALID, count, " pages were asked for, the pool has ", device->pool.size());
         }
         for (uint64_t i = 0; i < count; i++) out[i] = {device->pool[i].state, device->pool[i].owner};
     });
@@ -150,7 +149,9 @@ int stc_cache_pin(stc_cache* cache, stc_device* device, uint64_t offset, uint64_
 
 int stc_load(stc_reservation* reservation, stc_cache* cache, const stc_segment* segments, uint64_t count,
              uint64_t chunk_bytes, stc_ticket* out) {
-    return guarded(both(reservation, cache), [&] { *out = start_load(*reservation, *cache, {segments, segments + count}, chunk_bytes)->id; });
+    return guarded(both(reservation, cache), [&] {
+        *out = start_load(*reservation, *cache, {segments, segments + count}, chunk_bytes)->id;
+    });
 }
 
 int stc_copy(stc_reservation* reservation, uint64_t offset, stc_cache* cache, uint64_t cache_offset, uint64_t bytes,
@@ -164,8 +165,9 @@ int stc_copy_blocks(stc_reservation* reservation, stc_cache* cache, const stc_pi
                     const uint32_t* device_blocks, const uint32_t* host_blocks, uint64_t blocks, int direction,
                     stc_ticket after, stc_ticket* out) {
     return guarded(both(reservation, cache), [&] {
-        *out = copy_blocks(*reservation, *cache, {pieces, pieces + piece_count}, device_blocks, host_blocks, blocks,
-                           direction_of(direction), after)->id;
+        TicketPtr ticket = copy_blocks(*reservation, *cache, {pieces, pieces + piece_count}, device_blocks, host_blocks,
+                                       blocks, direction_of(direction), after);
+        *out = ticket->id;
     });
 }
 

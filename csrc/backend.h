@@ -1,4 +1,4 @@
-// What the library asks of a device: pages, addresses, copies, events. A backend decides nothing and takes no lock of ours.
+// What the library asks of a device: pages, addresses, copies, events. A backend decides nothing.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -7,8 +7,8 @@
 
 namespace staccato {
 
-// Transfers of one lane happen in their order. A load of weights has a lane of its own, so that the KV cache of a request
-// does not wait behind a model.
+// Transfers of one lane happen in their order. A load of weights has a lane of its own, so that the KV cache of a
+// request does not wait behind a model.
 enum Lane { LOAD, IN, OUT, LANES, ZERO = LANES, STREAMS };
 
 enum Direction { TO_DEVICE = STC_TO_DEVICE, TO_HOST = STC_TO_HOST };

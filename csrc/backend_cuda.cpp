@@ -17,11 +17,11 @@ namespace {
 
 Driver load_driver() {
     void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-    if (!library) fail(STC_UNSUPPORTED, "this machine has no CUDA driver: %s", dlerror());
+    if (!library) fail(STC_UNSUPPORTED, "this machine has no CUDA driver: ", dlerror());
     Driver driver{};
 #define STACCATO_FIND(name, symbol, arguments)                                                      \
     driver.name = reinterpret_cast<Result(*) arguments>(dlsym(library, symbol));                    \
-    if (!driver.name) fail(STC_UNSUPPORTED, "the CUDA driver is too old, it has no %s: update it", symbol);
+    if (!driver.name) fail(STC_UNSUPPORTED, "the CUDA driver is too old, it has no ", symbol, ": update it");
     STACCATO_CUDA_FUNCTIONS(STACCATO_FIND)
 #undef STACCATO_FIND
     return driver;
@@ -53,7 +53,7 @@ void check(cuda::Result result, const char* what) {
     const char* why = nullptr;
     driver().error_string(result, &why);
     const int code = deadly(result) ? STC_DEAD : result == cuda::OUT_OF_MEMORY ? STC_NO_MEMORY : STC_DRIVER;
-    fail(code, "%s: %s (%d)", what, why ? why : "unknown error", result);
+    fail(code, what, ": ", why ? why : "unknown error", " (", result, ")");
 }
 
 // The primary context, torch's own, for the time of a call: the thread's current device stays what it was.
@@ -102,7 +102,8 @@ class EventStore {
 
 class CudaEvent : public Event {
   public:
-    CudaEvent(std::shared_ptr<EventStore> store, cuda::Stream stream) : store_(std::move(store)), event_(store_->take()) {
+    CudaEvent(std::shared_ptr<EventStore> store, cuda::Stream stream)
+        : store_(std::move(store)), event_(store_->take()) {
         check(driver().event_record(event_, stream), "cuEventRecord");
     }
     ~CudaEvent() override { store_->give(event_); }
@@ -163,12 +164,14 @@ Cuda::Cuda(const stc_config& config) : exportable_(config.exportable) {
     check(driver().device_get(&device_, config.ordinal), "cuDeviceGet");
     int virtual_memory = 0;
     check(driver().device_attribute(&virtual_memory, cuda::ATTRIBUTE_VIRTUAL_MEMORY, device_), "cuDeviceGetAttribute");
-    if (!virtual_memory) fail(STC_UNSUPPORTED, "device %d has no virtual memory management", config.ordinal);
+    if (!virtual_memory) fail(STC_UNSUPPORTED, "device ", config.ordinal, " has no virtual memory management");
     check(driver().context_retain(&context_, device_), "cuDevicePrimaryCtxRetain");
     try {
         Current current(context_);
         events_ = std::make_shared<EventStore>(context_);
-        for (auto& stream : streams_) check(driver().stream_create(&stream, cuda::STREAM_NON_BLOCKING), "cuStreamCreate");
+        for (auto& stream : streams_) {
+            check(driver().stream_create(&stream, cuda::STREAM_NON_BLOCKING), "cuStreamCreate");
+        }
         make_pages(config);
     } catch (...) {
         close();
@@ -190,8 +193,8 @@ void Cuda::make_pages(const stc_config& config) {
     page_bytes = (page_bytes + granule - 1) / granule * granule;
     pages = config.pool_bytes / page_bytes;
     if (pages == 0 || pages * page_bytes > free_bytes) {
-        fail(STC_NO_MEMORY, "a pool of %g MiB in pages of %g MiB doesn't fit: device %d has %g MiB free of %g",
-             mebibytes(config.pool_bytes), mebibytes(page_bytes), config.ordinal, mebibytes(free_bytes),
+        fail(STC_NO_MEMORY, "a pool of ", mebibytes(config.pool_bytes), " MiB in pages of ", mebibytes(page_bytes),
+             " MiB doesn't fit: device ", config.ordinal, " has ", mebibytes(free_bytes), " MiB free of ",
              mebibytes(total_bytes));
     }
     handles_.reserve(pages);
@@ -221,7 +224,7 @@ uint64_t Cuda::reserve(uint64_t bytes) {
     Current current(context_);
     cuda::Address address = 0;
     if (driver().address_reserve(&address, bytes, page_bytes, 0, 0) != cuda::SUCCESS) {
-        fail(STC_NO_ADDRESSES, "%g MiB of device addresses can't be reserved", mebibytes(bytes));
+        fail(STC_NO_ADDRESSES, mebibytes(bytes), " MiB of device addresses can't be reserved");
     }
     return address;
 }

@@ -86,11 +86,12 @@ class Host : public Backend {
 Host::Host(const stc_config& config) {
     page_bytes = config.page_bytes ? config.page_bytes : HUGE_BYTES;
     if (page_bytes % 4096) {
-        fail(STC_INVALID, "a page of %llu bytes is not a multiple of 4096", static_cast<unsigned long long>(page_bytes));
+        fail(STC_INVALID, "a page of ", page_bytes, " bytes is not a multiple of 4096");
     }
     pages = config.pool_bytes / page_bytes;
     if (pages == 0) {
-        fail(STC_INVALID, "a pool of %g MiB holds no page of %g MiB", mebibytes(config.pool_bytes), mebibytes(page_bytes));
+        fail(STC_INVALID, "a pool of ", mebibytes(config.pool_bytes), " MiB holds no page of ", mebibytes(page_bytes),
+             " MiB");
     }
     fresh_pages_are_zero = true;
 
@@ -113,7 +114,7 @@ void Host::map_file(uint64_t address, uint32_t first_page, uint64_t count, int p
     const int flags = MAP_SHARED | MAP_FIXED | populate;
     const auto offset = static_cast<off_t>(first_page * page_bytes);
     if (mmap(pointer(address), count * page_bytes, PROT_READ | PROT_WRITE, flags, fd_, offset) == MAP_FAILED) {
-        fail(STC_DRIVER, "%llu pages can't be mapped: %s%s", static_cast<unsigned long long>(count), std::strerror(errno),
+        fail(STC_DRIVER, count, " pages can't be mapped: ", std::strerror(errno),
              errno == ENOMEM ? " (raise vm.max_map_count)" : "");
     }
 }
@@ -121,7 +122,7 @@ void Host::map_file(uint64_t address, uint32_t first_page, uint64_t count, int p
 void Host::unmap(uint64_t address, uint64_t bytes) {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
     if (mmap(pointer(address), bytes, PROT_NONE, flags, -1, 0) == MAP_FAILED) {
-        fail(STC_DRIVER, "%g MiB can't be unmapped: %s", mebibytes(bytes), std::strerror(errno));
+        fail(STC_DRIVER, mebibytes(bytes), " MiB can't be unmapped: ", std::strerror(errno));
     }
 }
 
@@ -139,7 +140,7 @@ void Host::copy(Lane, const Copy& copy, Direction direction) {
 
 int Host::export_page(uint32_t page, uint64_t& fd_offset) {
     const int fd = fcntl(fd_, F_DUPFD_CLOEXEC, 0);
-    if (fd < 0) fail(STC_DRIVER, "the pool's file can't be shared: %s", std::strerror(errno));
+    if (fd < 0) fail(STC_DRIVER, "the pool's file can't be shared: ", std::strerror(errno));
     fd_offset = page * page_bytes;
     return fd;
 }

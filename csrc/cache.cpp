@@ -19,11 +19,10 @@ int open_file(int fd, uint64_t bytes) {
     if (fd < 0) return make_memfile("staccato-cache", bytes);
     const off_t size = lseek(fd, 0, SEEK_END);
     if (size < 0 || static_cast<uint64_t>(size) < bytes) {
-        fail(STC_INVALID, "file %d has %lld bytes, the cache is to have %llu", fd, static_cast<long long>(size),
-             static_cast<unsigned long long>(bytes));
+        fail(STC_INVALID, "file ", fd, " has ", size, " bytes, the cache is to have ", bytes);
     }
     const int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    if (own < 0) fail(STC_DRIVER, "file %d: %s", fd, std::strerror(errno));
+    if (own < 0) fail(STC_DRIVER, "file ", fd, ": ", std::strerror(errno));
     return own;
 }
 
@@ -33,7 +32,7 @@ char* map_file(int fd, uint64_t bytes) {
         const int error = errno;
         munmap(base, bytes);
         close(fd);
-        fail(STC_NO_ADDRESSES, "the cache of %g MiB can't be mapped: %s", mebibytes(bytes), std::strerror(error));
+        fail(STC_NO_ADDRESSES, "the cache of ", mebibytes(bytes), " MiB can't be mapped: ", std::strerror(error));
     }
     return base;
 }
@@ -49,14 +48,13 @@ Cache::~Cache() {
 
 char* Cache::range(uint64_t offset, uint64_t length) const {
     if (length == 0 || offset > bytes || length > bytes - offset) {
-        fail(STC_INVALID, "%llu bytes at %llu do not lie in the cache of %llu bytes", static_cast<unsigned long long>(length),
-             static_cast<unsigned long long>(offset), static_cast<unsigned long long>(bytes));
+        fail(STC_INVALID, length, " bytes at ", offset, " do not lie in the cache of ", bytes, " bytes");
     }
     return base + offset;
 }
 
 uint64_t Cache::commit(uint64_t offset, uint64_t length) {
-    if (offset % 4096) fail(STC_INVALID, "offset %llu is not a multiple of 4096", static_cast<unsigned long long>(offset));
+    if (offset % 4096) fail(STC_INVALID, "offset ", offset, " is not a multiple of 4096");
     return make_resident(range(offset, length), length, true);
 }
 
@@ -64,7 +62,7 @@ void Cache::discard(uint64_t offset, uint64_t length) {
     range(offset, length);
     const auto at = static_cast<off_t>(offset), end = static_cast<off_t>(length);
     if (fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, end) != 0) {
-        fail(STC_DRIVER, "%g MiB of the cache can't be given back: %s", mebibytes(length), std::strerror(errno));
+        fail(STC_DRIVER, mebibytes(length), " MiB of the cache can't be given back: ", std::strerror(errno));
     }
 }
 
@@ -86,14 +84,15 @@ void Cache::use(const TicketPtr& ticket) {
 }
 
 void Cache::drop_finished_users() {
-    users_.erase(std::remove_if(users_.begin(), users_.end(), [](auto& ticket) { return ticket->over(); }), users_.end());
+    const auto over = [](const TicketPtr& ticket) { return ticket->over(); };
+    users_.erase(std::remove_if(users_.begin(), users_.end(), over), users_.end());
 }
 
 void Cache::close() {
     std::lock_guard<std::mutex> lock(mu_);
     drop_finished_users();
     if (!users_.empty()) {
-        fail(STC_STATE, "%zu transfers use the cache: wait for them or cancel them first", users_.size());
+        fail(STC_STATE, users_.size(), " transfers use the cache: wait for them or cancel them first");
     }
     for (const Pin& pin : pins_) {
         pin.device->backend->unpin(pin.base);

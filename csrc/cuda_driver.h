@@ -1,5 +1,5 @@
-// The few functions and types of the CUDA driver that we call, declared here so that building needs no CUDA, and found in
-// libcuda.so.1 when a device is opened. tests/check_driver.cpp compares all of it with NVIDIA's cuda.h where there is one.
+// The few functions and types of the CUDA driver that we call, declared here so that building needs no CUDA, and found
+// in libcuda.so.1 when a device is opened. tests/check_driver.cpp compares all of it with NVIDIA's cuda.h.
 #pragma once
 #include <cstddef>
 #include <cstdint>

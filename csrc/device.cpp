@@ -17,10 +17,14 @@ bool all(const std::vector<TicketPtr>& tickets, bool (Ticket::*is)() const) {
     return std::all_of(tickets.begin(), tickets.end(), [&](const TicketPtr& ticket) { return (ticket.get()->*is)(); });
 }
 
+bool none(const std::vector<TicketPtr>& tickets, bool (Ticket::*is)() const) {
+    return std::none_of(tickets.begin(), tickets.end(), [&](const TicketPtr& ticket) { return (ticket.get()->*is)(); });
+}
+
 std::unique_ptr<Backend> open_backend(const stc_config& config) {
     if (config.backend == STC_BACKEND_HOST) return open_host(config);
     if (config.backend == STC_BACKEND_CUDA) return open_cuda(config);
-    fail(STC_INVALID, "there is no backend %u: 0 is the host, 1 is CUDA", config.backend);
+    fail(STC_INVALID, "there is no backend ", config.backend, ": 0 is the host, 1 is CUDA");
 }
 
 }  // namespace
@@ -65,8 +69,8 @@ Device::Device(const stc_config& config) : backend(open_backend(config)), pool(b
 void Device::close() {
     Lock lock(mu);
     if (users > 0) {
-        fail(STC_STATE, "the device has %llu reservations or pinned ranges: release them and close their caches first",
-             static_cast<unsigned long long>(users));
+        fail(STC_STATE, "the device has ", users,
+             " reservations or pinned ranges: release them and close their caches first");
     }
     stopping_ = true;
     announce();
@@ -109,15 +113,9 @@ uint64_t Device::coming() const {
 }
 
 std::string Device::shortage(uint64_t pages_wanted) const {
-    char text[256];
-    std::snprintf(text, sizeof text,
-                  "%llu pages of %g MiB are wanted, %llu of %llu are free, %llu in limbo, %llu promised to loads: evict clean "
-                  "pages (%llu) or wait for others to leave",
-                  static_cast<unsigned long long>(pages_wanted), mebibytes(backend->page_bytes),
-                  static_cast<unsigned long long>(pool.count(FREE)), static_cast<unsigned long long>(pool.size()),
-                  static_cast<unsigned long long>(pool.count(LIMBO)), static_cast<unsigned long long>(promised),
-                  static_cast<unsigned long long>(pool.count(CLEAN)));
-    return text;
+    return text(pages_wanted, " pages of ", mebibytes(backend->page_bytes), " MiB are wanted, ", pool.count(FREE),
+                " of ", pool.size(), " are free, ", pool.count(LIMBO), " in limbo, ", promised,
+                " promised to loads: evict clean pages (", pool.count(CLEAN), ") or wait for others to leave");
 }
 
 // -- tickets ----------------------------------------------------------------------------------------------------------
@@ -129,7 +127,7 @@ TicketPtr Device::new_ticket(uint64_t bytes) {
 }
 
 TicketPtr Device::find_ticket(uint64_t id) {
-    if (id >= next_ticket_) fail(STC_INVALID, "ticket %llu was never given out", static_cast<unsigned long long>(id));
+    if (id >= next_ticket_) fail(STC_INVALID, "ticket ", id, " was never given out");
     auto found = tickets_.find(id);
     return found == tickets_.end() ? nullptr : found->second;
 }
@@ -138,8 +136,8 @@ void Device::await_submission(Ticket& ticket, const Deadline& deadline) {
     Lock lock(mu);
     while (ticket.pending()) {
         if (!wait(lock, deadline) && ticket.pending()) {
-            fail(STC_TIMEOUT, "transfer %llu of %g MiB is still under way after %g s: wait longer or cancel it",
-                 static_cast<unsigned long long>(ticket.id), mebibytes(ticket.bytes), deadline.timeout_s);
+            fail(STC_TIMEOUT, "transfer ", ticket.id, " of ", mebibytes(ticket.bytes), " MiB is still under way after ",
+                 deadline.timeout_s, " s: wait longer or cancel it");
         }
     }
 }
@@ -149,8 +147,8 @@ void Device::await_ticket(Ticket& ticket, const Deadline& deadline) {
     if (deadline.forever) return ticket.event().wait();
     while (!ticket.finished()) {
         if (deadline.passed()) {
-            fail(STC_TIMEOUT, "transfer %llu of %g MiB is still under way after %g s: wait longer",
-                 static_cast<unsigned long long>(ticket.id), mebibytes(ticket.bytes), deadline.timeout_s);
+            fail(STC_TIMEOUT, "transfer ", ticket.id, " of ", mebibytes(ticket.bytes), " MiB is still under way after ",
+                 deadline.timeout_s, " s: wait longer");
         }
         std::this_thread::sleep_for(EVENT_POLL / 2);
     }
@@ -163,7 +161,8 @@ void Device::await_ticket(Ticket& ticket, const Deadline& deadline) {
 // Until then nobody maps anything at these addresses and nobody gets these pages: what still reads or writes them finds
 // what it expects, and an unmap that comes late cannot hit a newer mapping.
 
-void Device::leave(Reservation& reservation, uint64_t first, std::vector<uint32_t> pages, std::vector<TicketPtr> after) {
+void Device::leave(Reservation& reservation, uint64_t first, std::vector<uint32_t> pages,
+                   std::vector<TicketPtr> after) {
     if (pages.empty()) return;
     for (uint32_t page : pages) pool.set(page, LIMBO);
     move_list.push_back({&reservation, first, std::move(pages), std::move(after)});
@@ -185,7 +184,7 @@ void Device::reap() {
         bool failed = false, submitted = false;
         for (auto entry : entries) {
             if (!all(entry->after, &Ticket::over)) {
-                submitted |= std::none_of(entry->after.begin(), entry->after.end(), [](auto& t) { return t->pending(); });
+                submitted |= none(entry->after, &Ticket::pending);
             } else if (Clock::now() >= entry->not_before && take_away(*entry)) {
                 gone.push_back(entry);
             } else {
@@ -244,9 +243,8 @@ void Device::settle(const Deadline& deadline) {
     Lock lock(mu);
     while (!move_list.empty()) {
         if (!wait(lock, deadline) && !move_list.empty()) {
-            fail(STC_TIMEOUT, "%llu pages are still in limbo after %g s, %llu unmaps failed",
-                 static_cast<unsigned long long>(pool.count(LIMBO)), deadline.timeout_s,
-                 static_cast<unsigned long long>(counted.unmap_failures));
+            fail(STC_TIMEOUT, pool.count(LIMBO), " pages are still in limbo after ", deadline.timeout_s, " s, ",
+                 counted.unmap_failures, " unmaps failed");
         }
     }
 }
@@ -259,6 +257,13 @@ void Device::map(uint64_t address, uint32_t first_page, uint64_t count) {
     backend->map(address, first_page, count);
     std::lock_guard<std::mutex> lock(mu);
     counted.map_calls++;
+    counted.map_s += since(start);
+}
+
+void Device::allow(uint64_t address, uint64_t bytes) {
+    const auto start = Clock::now();
+    backend->allow(address, bytes);
+    std::lock_guard<std::mutex> lock(mu);
     counted.map_s += since(start);
 }
 
@@ -298,7 +303,7 @@ void Device::drain(Lane lane) noexcept {
 // -- for tests --------------------------------------------------------------------------------------------------------
 
 void Device::inject(int operation, uint64_t nth) {
-    if (operation < 0 || operation >= OPERATIONS) fail(STC_INVALID, "there is no operation %d to fail", operation);
+    if (operation < 0 || operation >= OPERATIONS) fail(STC_INVALID, "there is no operation ", operation, " to fail");
     faults_[operation] = nth;
 }
 
@@ -307,11 +312,11 @@ void Device::fault(Operation operation) {
     uint64_t left = faults_[operation].load(std::memory_order_relaxed);
     while (left > 0 && !faults_[operation].compare_exchange_weak(left, left - 1)) {
     }
-    if (left == 1) fail(STC_DRIVER, "this %s was made to fail by the fault injector", names[operation]);
+    if (left == 1) fail(STC_DRIVER, "this ", names[operation], " was made to fail by the fault injector");
 }
 
 void Device::throttle(double bytes_per_s) {
-    if (!(bytes_per_s >= 0)) fail(STC_INVALID, "a link of %g bytes per second can't be", bytes_per_s);
+    if (!(bytes_per_s >= 0)) fail(STC_INVALID, "a link of ", bytes_per_s, " bytes per second can't be");
     std::lock_guard<std::mutex> lock(pace_mu_);
     bytes_per_s_ = bytes_per_s;
 }

@@ -21,7 +21,8 @@ using Clock = std::chrono::steady_clock;
 
 struct Deadline {
     explicit Deadline(double timeout_s) : forever(timeout_s < 0 || timeout_s > 1e9), timeout_s(timeout_s) {
-        if (!forever) at = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+        const std::chrono::duration<double> timeout(timeout_s);
+        if (!forever) at = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout);
     }
     bool passed() const { return !forever && Clock::now() >= at; }
     bool forever;
@@ -89,6 +90,7 @@ class Device {
 
     // Fails if the injector says so; then does it, and counts.
     void map(uint64_t address, uint32_t first_page, uint64_t count);
+    void allow(uint64_t address, uint64_t bytes);
     void unmap(uint64_t address, uint64_t bytes);
     void copy(Lane, const Copy&, Direction);
     void zero(Lane, uint64_t address, uint64_t bytes);

@@ -1,7 +1,6 @@
 // What the library throws inside; api.cpp turns it into a code and a sentence.
 #pragma once
-#include <cstdarg>
-#include <cstdio>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 
@@ -14,13 +13,16 @@ struct Error : std::runtime_error {
     int code;
 };
 
-[[noreturn]] __attribute__((format(printf, 2, 3))) inline void fail(int code, const char* format, ...) {
-    char message[512];
-    va_list arguments;
-    va_start(arguments, format);
-    std::vsnprintf(message, sizeof message, format, arguments);
-    va_end(arguments);
-    throw Error(code, message);
+template <typename... Parts>
+std::string text(const Parts&... parts) {
+    std::ostringstream stream;
+    (stream << ... << parts);
+    return stream.str();
+}
+
+template <typename... Parts>
+[[noreturn]] void fail(int code, const Parts&... parts) {
+    throw Error(code, text(parts...));
 }
 
 inline Error as_error(const std::exception& thrown) {

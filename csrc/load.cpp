@@ -32,7 +32,7 @@ std::vector<stc_segment> in_order(std::vector<stc_segment> segments) {
     std::sort(segments.begin(), segments.end(), [](auto& a, auto& b) { return a.offset < b.offset; });
     for (uint64_t i = 1; i < segments.size(); i++) {
         if (segments[i].offset - segments[i - 1].offset < segments[i - 1].bytes) {
-            fail(STC_INVALID, "two segments overlap at %llu", static_cast<unsigned long long>(segments[i].offset));
+            fail(STC_INVALID, "two segments overlap at ", segments[i].offset);
         }
     }
     return segments;
@@ -56,7 +56,8 @@ std::vector<Part> parts_of(const Reservation& reservation, const Cache& cache, c
     return parts;
 }
 
-Plan make_plan(Reservation& reservation, const Cache& cache, const std::vector<stc_segment>& segments, uint64_t chunk_bytes) {
+Plan make_plan(const Reservation& reservation, const Cache& cache, const std::vector<stc_segment>& segments,
+               uint64_t chunk_bytes) {
     const uint64_t page_bytes = reservation.device.backend->page_bytes;
     const uint64_t chunk_pages = std::max<uint64_t>(1, chunk_bytes / page_bytes);
     Plan plan;
@@ -76,8 +77,8 @@ Plan make_plan(Reservation& reservation, const Cache& cache, const std::vector<s
             } else if (page != Reservation::ARRIVING && reservation.device.pool[page].state == CLEAN) {
                 plan.clean.emplace_back(slot, page);
             } else {
-                fail(STC_STATE, "page %llu of reservation %u is mapped or being loaded already: unmap it or mark it clean first",
-                     static_cast<unsigned long long>(slot), reservation.owner);
+                fail(STC_STATE, "page ", slot, " of reservation ", reservation.owner,
+                     " is mapped or being loaded already: unmap it or mark it clean first");
             }
         }
     }
@@ -107,7 +108,7 @@ class Load {
     void undo(const Error&);
     void settle_clean(PageState);
     void refuse_cancelled() const {
-        if (ticket_->cancelled) fail(STC_CANCELLED, "load %llu was cancelled", static_cast<unsigned long long>(ticket_->id));
+        if (ticket_->cancelled) fail(STC_CANCELLED, "load ", ticket_->id, " was cancelled");
     }
 
     Device& device_;
@@ -122,7 +123,7 @@ class Load {
 
 TicketPtr Load::claim() {
     if (plan_.pages + device_.promised > device_.pool.count(FREE) + device_.coming()) {
-        fail(STC_NO_PAGES, "%s", device_.shortage(plan_.pages).c_str());
+        fail(STC_NO_PAGES, device_.shortage(plan_.pages));
     }
     device_.promised += plan_.pages;
     for (auto [slot, page] : plan_.clean) reservation_.slots[slot] = Reservation::ARRIVING;
@@ -149,8 +150,8 @@ void Load::map_ahead() {
     device_.announce();
 }
 
-// Pages in limbo that it waits for hang on older tickets alone, so that loads never wait for each other in a circle; and
-// what is promised to loads is taken by nobody else.
+// Pages in limbo that it waits for hang on older tickets alone, so that loads never wait for each other in a circle;
+// and what is promised to loads is taken by nobody else.
 void Load::take_pages(Chunk& chunk) {
     Lock lock(device_.mu);
     for (;;) {
@@ -158,7 +159,7 @@ void Load::take_pages(Chunk& chunk) {
         if (error_) throw *error_;
         reservation_.refuse_hopeless({chunk.first, chunk.count});
         if (device_.promised > device_.pool.count(FREE) + device_.coming()) {
-            fail(STC_NO_PAGES, "pages that were promised can't be unmapped: %s", device_.shortage(chunk.count).c_str());
+            fail(STC_NO_PAGES, "pages that were promised can't be unmapped: ", device_.shortage(chunk.count));
         }
         if (chunk.count <= device_.pool.count(FREE) && !reservation_.leaving({chunk.first, chunk.count})) break;
         device_.wait(lock, Deadline(-1));
@@ -251,7 +252,7 @@ TicketPtr start_load(Reservation& reservation, Cache& cache, std::vector<stc_seg
     segments = in_order(std::move(segments));
     Device& device = reservation.device;
     std::lock_guard<std::mutex> lock(device.mu);
-    auto load = std::make_shared<Load>(reservation, make_plan(reservation, cache, segments, chunk_bytes ? chunk_bytes : 32 << 20));
+    auto load = std::make_shared<Load>(reservation, make_plan(reservation, cache, segments, chunk_bytes));
     TicketPtr ticket = load->claim();
     cache.use(ticket);
     device.mapper.post([load] { load->map_ahead(); });

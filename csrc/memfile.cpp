@@ -18,11 +18,11 @@ namespace staccato {
 
 int make_memfile(const char* name, uint64_t bytes) {
     const int fd = memfd_create(name, MFD_CLOEXEC);
-    if (fd < 0) fail(STC_DRIVER, "memfd_create: %s", std::strerror(errno));
+    if (fd < 0) fail(STC_DRIVER, "memfd_create: ", std::strerror(errno));
     if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
         const int error = errno;
         close(fd);
-        fail(STC_NO_MEMORY, "a file of %g MiB can't be made: %s", mebibytes(bytes), std::strerror(error));
+        fail(STC_NO_MEMORY, "a file of ", mebibytes(bytes), " MiB can't be made: ", std::strerror(error));
     }
     return fd;
 }
@@ -31,7 +31,7 @@ char* reserve_addresses(uint64_t bytes) {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void* mapped = mmap(nullptr, bytes + HUGE_BYTES, PROT_NONE, flags, -1, 0);
     if (mapped == MAP_FAILED) {
-        fail(STC_NO_ADDRESSES, "%g MiB of addresses can't be reserved: %s", mebibytes(bytes), std::strerror(errno));
+        fail(STC_NO_ADDRESSES, mebibytes(bytes), " MiB of addresses can't be reserved: ", std::strerror(errno));
     }
     char* start = static_cast<char*>(mapped);
     const uint64_t before = (HUGE_BYTES - reinterpret_cast<uintptr_t>(start) % HUGE_BYTES) % HUGE_BYTES;
@@ -47,11 +47,13 @@ uint64_t make_resident(char* base, uint64_t bytes, bool huge) {
     for (uint64_t at = first; huge && at + HUGE_BYTES <= bytes; at += STRIDE) {
         const uint64_t length = std::min(STRIDE, bytes - at) / HUGE_BYTES * HUGE_BYTES;
         // The kernel collapses only where there is a page already: one small page seeds each folio.
-        for (uint64_t seed = at; seed < at + length; seed += HUGE_BYTES) madvise(base + seed, 4096, MADV_POPULATE_WRITE);
-        if (madvise(base + at, length, MADV_COLLAPSE) == 0) collapsed += length;  // a kernel may refuse: then small pages
+        for (uint64_t seed = at; seed < at + length; seed += HUGE_BYTES) {
+            madvise(base + seed, 4096, MADV_POPULATE_WRITE);
+        }
+        if (madvise(base + at, length, MADV_COLLAPSE) == 0) collapsed += length;  // it may refuse: then small pages
     }
     if (madvise(base, bytes, MADV_POPULATE_WRITE) != 0) {
-        fail(errno == EINVAL ? STC_UNSUPPORTED : STC_NO_MEMORY, "no memory for %g MiB: %s%s", mebibytes(bytes),
+        fail(errno == EINVAL ? STC_UNSUPPORTED : STC_NO_MEMORY, "no memory for ", mebibytes(bytes), " MiB: ",
              std::strerror(errno), errno == EINVAL ? " (Linux 5.14 or newer is needed)" : "");
     }
     return collapsed;

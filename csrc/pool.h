@@ -7,7 +7,12 @@
 
 namespace staccato {
 
-enum PageState : uint8_t { FREE = STC_PAGE_FREE, MAPPED = STC_PAGE_MAPPED, CLEAN = STC_PAGE_CLEAN, LIMBO = STC_PAGE_LIMBO };
+enum PageState : uint8_t {
+    FREE = STC_PAGE_FREE,
+    MAPPED = STC_PAGE_MAPPED,
+    CLEAN = STC_PAGE_CLEAN,
+    LIMBO = STC_PAGE_LIMBO,
+};
 
 struct Page {
     PageState state = FREE;
@@ -28,8 +33,8 @@ class Pool {
         counts_[pages_[page].state = state]++;
     }
 
-    // Exactly `count` free pages, which must be there; they are mapped from now on. The search goes on where the last one
-    // ended, which keeps neighbours together: a run of pages is mapped by one call.
+    // Exactly `count` free pages, which must be there; they are mapped from now on. The search goes on where the last
+    // one ended, which keeps neighbours together: a run of pages is mapped by one call.
     std::vector<uint32_t> take(uint64_t count) {
         std::vector<uint32_t> taken;
         taken.reserve(count);

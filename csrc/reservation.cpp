@@ -15,7 +15,7 @@ uint64_t run_length(const std::vector<uint32_t>& pages, uint64_t at) {
 
 uint64_t round_up(uint64_t bytes, uint64_t page_bytes) {
     if (bytes == 0 || bytes > (1ull << 47)) {
-        fail(STC_INVALID, "%g MiB of addresses can't be reserved: ask for 1 byte to 128 TiB", mebibytes(bytes));
+        fail(STC_INVALID, mebibytes(bytes), " MiB of addresses can't be reserved: ask for 1 byte to 128 TiB");
     }
     return (bytes + page_bytes - 1) / page_bytes * page_bytes;
 }
@@ -39,14 +39,14 @@ Reservation::Reservation(Device& device, uint64_t wanted)
 void Reservation::release(const Deadline& deadline) {
     Lock lock(device.mu);
     if (std::find(slots.begin(), slots.end(), ARRIVING) != slots.end()) {
-        fail(STC_STATE, "reservation %u is being mapped or loaded: cancel that or wait for it", owner);
+        fail(STC_STATE, "reservation ", owner, " is being mapped or loaded: cancel that or wait for it");
     }
     unmap_slots({0, slots.size()}, nullptr);
     while (leaving({0, slots.size()})) {
         refuse_hopeless({0, slots.size()});
         if (!device.wait(lock, deadline) && leaving({0, slots.size()})) {
-            fail(STC_TIMEOUT, "reservation %u still has pages in limbo after %g s: release it again later", owner,
-                 deadline.timeout_s);
+            fail(STC_TIMEOUT, "reservation ", owner, " still has pages in limbo after ", deadline.timeout_s,
+                 " s: release it again later");
         }
     }
     lock.unlock();
@@ -63,25 +63,13 @@ void Reservation::map(uint64_t offset, uint64_t bytes, const Deadline& deadline)
     Lock lock(device.mu);
     for (uint64_t slot = range.first; slot < range.first + range.count; slot++) {
         if (slots[slot] != NONE) {
-            fail(STC_STATE, "page %llu of reservation %u is mapped or being mapped already",
-                 static_cast<unsigned long long>(slot), owner);
+            fail(STC_STATE, "page ", slot, " of reservation ", owner, " is mapped or being mapped already");
         }
     }
     fill(range, ARRIVING);
     std::vector<uint32_t> pages;
     try {
-        for (;;) {
-            refuse_hopeless(range);
-            const uint64_t spare = device.pool.count(FREE) - std::min(device.pool.count(FREE), device.promised);
-            if (range.count + device.promised > device.pool.count(FREE) + device.coming()) {
-                fail(STC_NO_PAGES, "%s", device.shortage(range.count).c_str());
-            }
-            if (!leaving(range) && range.count <= spare) break;
-            if (!device.wait(lock, deadline)) {
-                fail(STC_TIMEOUT, "%s (waited %g s)", device.shortage(range.count).c_str(), deadline.timeout_s);
-            }
-        }
-        pages = device.pool.take(range.count);
+        pages = await_pages(lock, range, deadline);
         lock.unlock();
         attach(range.first, pages, true);
         lock.lock();
@@ -97,6 +85,19 @@ void Reservation::map(uint64_t offset, uint64_t bytes, const Deadline& deadline)
     }
 }
 
+// What is promised to loads is not ours, also when it is free.
+std::vector<uint32_t> Reservation::await_pages(Lock& lock, Slots range, const Deadline& deadline) {
+    for (;;) {
+        const uint64_t wanted = range.count + device.promised, free = device.pool.count(FREE);
+        refuse_hopeless(range);
+        if (wanted > free + device.coming()) fail(STC_NO_PAGES, device.shortage(range.count));
+        if (wanted <= free && !leaving(range)) return device.pool.take(range.count);
+        if (!device.wait(lock, deadline)) {
+            fail(STC_TIMEOUT, device.shortage(range.count), " (waited ", deadline.timeout_s, " s)");
+        }
+    }
+}
+
 void Reservation::attach(uint64_t first_slot, const std::vector<uint32_t>& pages, bool zero_foreign) {
     uint64_t mapped = 0;
     try {
@@ -104,7 +105,7 @@ void Reservation::attach(uint64_t first_slot, const std::vector<uint32_t>& pages
             run = run_length(pages, mapped);
             device.map(address_of(first_slot + mapped), pages[mapped], run);
         }
-        device.backend->allow(address_of(first_slot), pages.size() * device.backend->page_bytes);
+        device.allow(address_of(first_slot), pages.size() * device.backend->page_bytes);
         if (zero_foreign) zero_foreign_pages(first_slot, pages);
     } catch (...) {
         std::lock_guard<std::mutex> lock(device.mu);
@@ -115,7 +116,7 @@ void Reservation::attach(uint64_t first_slot, const std::vector<uint32_t>& pages
     }
 }
 
-// Another's bytes must not be read, and bits that are NaN to us spoil attention even where it is masked: 0 * NaN is NaN.
+// Another's bytes must not be read, and where they are NaN to us they spoil even masked attention: 0 * NaN is NaN.
 void Reservation::zero_foreign_pages(uint64_t first_slot, const std::vector<uint32_t>& pages) {
     bool any = false;
     for (uint64_t i = 0; i < pages.size(); i++) {
@@ -134,7 +135,7 @@ void Reservation::unmap(uint64_t offset, uint64_t bytes, uint64_t after) {
     std::lock_guard<std::mutex> lock(device.mu);
     const auto begin = slots.begin() + range.first, end = begin + range.count;
     if (std::find(begin, end, ARRIVING) != end) {
-        fail(STC_STATE, "pages of reservation %u are being mapped or loaded: cancel that or wait for it", owner);
+        fail(STC_STATE, "pages of reservation ", owner, " are being mapped or loaded: cancel that or wait for it");
     }
     unmap_slots(range, device.find_ticket(after));
 }
@@ -166,23 +167,21 @@ std::vector<TicketPtr> Reservation::transfers_on(const std::vector<uint32_t>& pa
     return tickets;
 }
 
-const Leaving* Reservation::leaving(Slots range) const {
-    for (const Leaving& entry : device.move_list) {
-        if (entry.reservation == this && entry.first < range.first + range.count &&
-            range.first < entry.first + entry.pages.size()) {
-            return &entry;
-        }
-    }
-    return nullptr;
+bool Reservation::overlaps(const Leaving& entry, Slots range) const {
+    return entry.reservation == this && entry.first < range.first + range.count &&
+           range.first < entry.first + entry.pages.size();
+}
+
+bool Reservation::leaving(Slots range) const {
+    return std::any_of(device.move_list.begin(), device.move_list.end(),
+                       [&](const Leaving& entry) { return overlaps(entry, range); });
 }
 
 void Reservation::refuse_hopeless(Slots range) const {
     for (const Leaving& entry : device.move_list) {
-        if (entry.hopeless() && entry.reservation == this && entry.first < range.first + range.count &&
-            range.first < entry.first + entry.pages.size()) {
-            fail(STC_STATE, "%zu pages of reservation %u can't be unmapped, after %d attempts: if that lasts, restart this process",
-                 entry.pages.size(), owner, entry.failures);
-        }
+        if (!entry.hopeless() || !overlaps(entry, range)) continue;
+        fail(STC_STATE, entry.pages.size(), " pages of reservation ", owner, " can't be unmapped, after ",
+             entry.failures, " attempts: if that lasts, restart this process");
     }
 }
 
@@ -193,8 +192,8 @@ void Reservation::mark_clean(uint64_t offset, uint64_t bytes) {
     std::lock_guard<std::mutex> lock(device.mu);
     const auto begin = slots.begin() + range.first, end = begin + range.count;
     if (std::any_of(begin, end, [](uint32_t page) { return page == NONE || page == ARRIVING; })) {
-        fail(STC_STATE, "not all of these %llu pages of reservation %u are mapped: only mapped pages can be clean",
-             static_cast<unsigned long long>(range.count), owner);
+        fail(STC_STATE, "not all of these ", range.count, " pages of reservation ", owner,
+             " are mapped: only mapped pages can be clean");
     }
     std::for_each(begin, end, [this](uint32_t page) { device.pool.set(page, CLEAN); });
 }
@@ -217,16 +216,14 @@ int Reservation::export_page(uint64_t offset, uint64_t& fd_offset) {
         page = slots[range.first];
     }
     if (page == NONE || page == ARRIVING) {
-        fail(STC_STATE, "page %llu of reservation %u is not mapped", static_cast<unsigned long long>(range.first), owner);
+        fail(STC_STATE, "page ", range.first, " of reservation ", owner, " is not mapped");
     }
     return device.backend->export_page(page, fd_offset);
 }
 
 Slots Reservation::slots_of(uint64_t offset, uint64_t length) const {
     if (length == 0 || offset > bytes || length > bytes - offset) {
-        fail(STC_INVALID, "%llu bytes at %llu do not lie in reservation %u of %llu bytes",
-             static_cast<unsigned long long>(length), static_cast<unsigned long long>(offset), owner,
-             static_cast<unsigned long long>(bytes));
+        fail(STC_INVALID, length, " bytes at ", offset, " do not lie in reservation ", owner, " of ", bytes, " bytes");
     }
     const uint64_t page = device.backend->page_bytes;
     return {offset / page, (offset + length - 1) / page - offset / page + 1};
@@ -235,8 +232,7 @@ Slots Reservation::slots_of(uint64_t offset, uint64_t length) const {
 Slots Reservation::whole_slots(uint64_t offset, uint64_t length) const {
     const uint64_t page = device.backend->page_bytes;
     if (offset % page || length % page) {
-        fail(STC_INVALID, "%llu bytes at %llu are not whole pages of %llu bytes", static_cast<unsigned long long>(length),
-             static_cast<unsigned long long>(offset), static_cast<unsigned long long>(page));
+        fail(STC_INVALID, length, " bytes at ", offset, " are not whole pages of ", page, " bytes");
     }
     return slots_of(offset, length);
 }

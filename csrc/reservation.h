@@ -20,7 +20,8 @@ class Reservation {
     const uint64_t bytes;
     const uint64_t address;
     const uint32_t owner;
-    std::vector<uint32_t> slots;  // page, NONE or ARRIVING; guarded by device.mu. What leaves is NONE: the move list has it
+    // Page, NONE or ARRIVING; guarded by device.mu. What leaves is NONE here: the move list has it.
+    std::vector<uint32_t> slots;
 
     uint64_t address_of(uint64_t slot) const { return address + slot * device.backend->page_bytes; }
     Slots slots_of(uint64_t offset, uint64_t bytes) const;      // any range; throws if it lies outside
@@ -35,13 +36,15 @@ class Reservation {
 
     // -- device.mu is held -------------------------------------------------------------------------------------------
     void fill(Slots, uint32_t value);
-    const Leaving* leaving(Slots) const;  // an entry of the move list that still owns some of these addresses
+    bool leaving(Slots) const;          // the move list still owns some of these addresses
     void refuse_hopeless(Slots) const;    // throws when they will not come free by themselves
 
-    // Maps pages that were taken for it. If that fails in the middle, what was mapped leaves and the rest is free again.
+    // Maps pages that were taken for it. If that fails in the middle, what was mapped leaves and the rest is free.
     void attach(uint64_t first_slot, const std::vector<uint32_t>& pages, bool zero_foreign);
 
   private:
+    std::vector<uint32_t> await_pages(Lock&, Slots, const Deadline&);
+    bool overlaps(const Leaving&, Slots) const;
     void zero_foreign_pages(uint64_t first_slot, const std::vector<uint32_t>& pages);
     void unmap_slots(Slots, TicketPtr after);
     std::vector<TicketPtr> transfers_on(const std::vector<uint32_t>& pages);

@@ -4,9 +4,10 @@
  * them; pages come and go below them. A page is in exactly one state: free, mapped, clean (mapped, its content can be
  * loaded again, so it may be given away), or limbo (to be unmapped as soon as the transfers that touch it are over).
  *
- * Handles are opaque; who opens closes. All calls are thread safe, except that nobody may use a handle while or after it
- * is closed. Nothing calls back. Calls return 0 or a negative code, and stc_last_error() then says in one sentence, for
- * this thread, what was asked, the numbers and what to do. Nothing aborts; what touches many pages does all or nothing.
+ * Handles are opaque; who opens closes. All calls are thread safe, except that nobody may use a handle while it is
+ * being closed or later. Nothing calls back. Calls return 0 or a negative code, and stc_last_error() then says in one
+ * sentence, for this thread, what was asked, the numbers and what to do. Nothing aborts; what touches many pages does
+ * all or nothing.
  * A timeout below 0 waits without limit.                                                                            */
 #pragma once
 #include <stdint.h>
@@ -20,7 +21,7 @@ extern "C" {
 
 typedef struct stc_device stc_device;           /* pool, move list, threads that copy, map and unmap */
 typedef struct stc_reservation stc_reservation; /* addresses of one owner */
-typedef struct stc_cache stc_cache;             /* memory of the host in one memfd, shared between processes by its fd */
+typedef struct stc_cache stc_cache;             /* memory of the host in one memfd, shared by its fd */
 typedef uint64_t stc_ticket;                    /* one transfer; 0 is a transfer that is over */
 
 enum {
@@ -44,7 +45,7 @@ enum { STC_BACKEND_HOST = 0, STC_BACKEND_CUDA = 1 };
 typedef struct {
     uint32_t backend;
     int32_t ordinal;      /* CUDA: which device */
-    uint64_t page_bytes;  /* 0: 2 MiB on the host, 32 MiB on CUDA, where the cost of mapping is per page, not per byte */
+    uint64_t page_bytes;  /* 0: 2 MiB on the host; 32 MiB on CUDA, where mapping costs by the page, not by the byte */
     uint64_t pool_bytes;  /* rounded down to whole pages */
     uint32_t huge_folios; /* host: ask the kernel for 2 MiB folios; without them mapping is 100 times dearer */
     uint32_t exportable;  /* CUDA: pages can be handed to other processes */
@@ -122,8 +123,9 @@ typedef struct {
     uint64_t offset, cache_offset, bytes;
 } stc_segment;
 
-/* Maps and fills the pages that the segments touch, mapping ahead of copying; clean pages are kept as they are. The pages
- * are promised at once (STC_NO_PAGES if there are too few). Fails or is cancelled: as before the call. */
+/* Maps and fills the pages that the segments touch, mapping ahead of copying, a chunk of whole pages at a time; clean
+ * pages are kept as they are. The pages are promised at once (STC_NO_PAGES if there are too few). If it fails or is
+ * cancelled, all is as before the call. */
 STC_EXPORT int stc_load(stc_reservation *, stc_cache *, const stc_segment *, uint64_t count, uint64_t chunk_bytes,
                         stc_ticket *out);
 /* Mapped pages only. Begins when `after` is over. */
@@ -144,7 +146,7 @@ STC_EXPORT int stc_ticket_poll(stc_device *, stc_ticket); /* 1 over, 0 under way
 STC_EXPORT int stc_ticket_wait(stc_device *, stc_ticket, double timeout_s);
 /* Bytes that are there, from the beginning on without a gap; UINT64_MAX when the ticket is over and forgotten. */
 STC_EXPORT int stc_ticket_landed(stc_device *, stc_ticket, uint64_t *bytes);
-STC_EXPORT int stc_ticket_cancel(stc_device *, stc_ticket);                  /* a wish: the ticket says what became of it */
+STC_EXPORT int stc_ticket_cancel(stc_device *, stc_ticket);                  /* a wish: see what became of it */
 /* CUDA: a ticket for all that was put on a stream so far; a stream that waits for a ticket. */
 STC_EXPORT int stc_stream_ticket(stc_device *, void *stream, stc_ticket *out);
 STC_EXPORT int stc_stream_wait(stc_device *, stc_ticket, void *stream, double timeout_s);

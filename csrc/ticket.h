@@ -16,7 +16,7 @@ class Ticket {
     const uint64_t bytes;
     std::atomic<bool> cancelled{false};
 
-    // One of these two, once, by the thread that carries the transfer out; it fails only when nothing is in flight any more.
+    // One of these two, once, by the thread that carries it out; it fails only when nothing is in flight any more.
     void submit(EventPtr event) {
         event_ = std::move(event);
         state_.store(SUBMITTED, std::memory_order_release);

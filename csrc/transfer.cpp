@@ -20,7 +20,7 @@ void carry_out(Device& device, const TicketPtr& ticket, const TicketPtr& after, 
             device.backend->hold_lane(lane, after->event());
         }
         for (const Copy& copy : copies) {
-            if (ticket->cancelled) fail(STC_CANCELLED, "transfer %llu was cancelled", static_cast<unsigned long long>(ticket->id));
+            if (ticket->cancelled) fail(STC_CANCELLED, "transfer ", ticket->id, " was cancelled");
             device.copy(lane, copy, direction);
             ticket->land(copy.bytes());
         }
@@ -36,29 +36,25 @@ void carry_out(Device& device, const TicketPtr& ticket, const TicketPtr& after, 
     }
 }
 
-void touch(Reservation& reservation, const Copy& copy, Lane lane, uint64_t ticket) {
+// Every page that a copy reads or writes, by slot.
+template <typename Visit>
+void each_slot(const Reservation& reservation, const Copy& copy, Visit visit) {
     for (uint64_t row = 0; row < copy.rows; row++) {
         const Slots range = reservation.slots_of(copy.address - reservation.address + row * copy.pitch, copy.width);
-        for (uint64_t slot = range.first; slot < range.first + range.count; slot++) {
-            reservation.device.pool[reservation.slots[slot]].touched[lane] = ticket;
-        }
+        for (uint64_t slot = range.first; slot < range.first + range.count; slot++) visit(slot);
     }
 }
 
-void refuse_unmapped(Reservation& reservation, const Copy& copy) {
-    for (uint64_t row = 0; row < copy.rows; row++) {
-        const Slots range = reservation.slots_of(copy.address - reservation.address + row * copy.pitch, copy.width);
-        for (uint64_t slot = range.first; slot < range.first + range.count; slot++) {
-            const uint32_t page = reservation.slots[slot];
-            if (page == Reservation::NONE || page == Reservation::ARRIVING || reservation.device.pool[page].state != MAPPED) {
-                fail(STC_STATE, "page %llu of reservation %u is not mapped: map or load it before copying",
-                     static_cast<unsigned long long>(slot), reservation.owner);
-            }
-        }
-    }
+void refuse_unmapped(const Reservation& reservation, uint64_t slot) {
+    const uint32_t page = reservation.slots[slot];
+    const bool there = page != Reservation::NONE && page != Reservation::ARRIVING;
+    if (there && reservation.device.pool[page].state == MAPPED) return;
+    fail(STC_STATE, "page ", slot, " of reservation ", reservation.owner,
+         " is not mapped: map or load it before copying");
 }
 
-TicketPtr queue(Reservation& reservation, Cache& cache, std::vector<Copy> copies, Direction direction, uint64_t after_id) {
+TicketPtr queue(Reservation& reservation, Cache& cache, std::vector<Copy> copies, Direction direction,
+                uint64_t after_id) {
     Device& device = reservation.device;
     const Lane lane = direction == TO_DEVICE ? IN : OUT;
     uint64_t bytes = 0;
@@ -66,9 +62,15 @@ TicketPtr queue(Reservation& reservation, Cache& cache, std::vector<Copy> copies
 
     std::lock_guard<std::mutex> lock(device.mu);
     TicketPtr after = device.find_ticket(after_id);
-    for (const Copy& copy : copies) refuse_unmapped(reservation, copy);
+    for (const Copy& copy : copies) {
+        each_slot(reservation, copy, [&](uint64_t slot) { refuse_unmapped(reservation, slot); });
+    }
     TicketPtr ticket = device.new_ticket(bytes);
-    for (const Copy& copy : copies) touch(reservation, copy, lane, ticket->id);
+    for (const Copy& copy : copies) {
+        each_slot(reservation, copy, [&](uint64_t slot) {
+            device.pool[reservation.slots[slot]].touched[lane] = ticket->id;
+        });
+    }
     cache.use(ticket);
     device.lanes[lane].post([&device, ticket, after, lane, direction, copies = std::move(copies)] {
         carry_out(device, ticket, after, lane, direction, copies);
@@ -84,15 +86,15 @@ Blocks in_order(const uint32_t* device_blocks, const uint32_t* host_blocks, uint
     std::sort(blocks.begin(), blocks.end(), [&](auto& a, auto& b) { return target(a) < target(b); });
     for (uint64_t i = 1; i < count; i++) {
         if (target(blocks[i - 1]) == target(blocks[i])) {
-            fail(STC_INVALID, "block %u is the target of two copies", target(blocks[i]));
+            fail(STC_INVALID, "block ", target(blocks[i]), " is the target of two copies");
         }
     }
     return blocks;
 }
 
 // Neighbours on both sides: one copy where the pieces of neighbours touch, else one of many rows.
-Copy fuse(const Reservation& reservation, const Cache& cache, const stc_piece& piece, const Blocks& blocks, uint64_t first,
-          uint64_t count) {
+Copy fuse(const Reservation& reservation, const Cache& cache, const stc_piece& piece, const Blocks& blocks,
+          uint64_t first, uint64_t count) {
     const uint64_t on_device = piece.device_offset + blocks[first].first * piece.device_stride;
     const uint64_t on_host = piece.host_offset + blocks[first].second * piece.host_stride;
     reservation.slots_of(on_device, (count - 1) * piece.device_stride + piece.bytes);
@@ -122,9 +124,8 @@ TicketPtr copy_blocks(Reservation& reservation, Cache& cache, const std::vector<
     for (const stc_piece& piece : pieces) {
         if (piece.bytes == 0 || std::min(piece.device_stride, piece.host_stride) < piece.bytes ||
             std::max(piece.device_stride, piece.host_stride) > LARGEST_STRIDE) {
-            fail(STC_INVALID, "a piece of %llu bytes needs strides from there to 2 GiB, not %llu on the device and %llu on the host",
-                 static_cast<unsigned long long>(piece.bytes), static_cast<unsigned long long>(piece.device_stride),
-                 static_cast<unsigned long long>(piece.host_stride));
+            fail(STC_INVALID, "a piece of ", piece.bytes, " bytes needs strides from there to 2 GiB, not ",
+                 piece.device_stride, " on the device and ", piece.host_stride, " on the host");
         }
     }
     const Blocks blocks = in_order(device_blocks, host_blocks, count, direction);
@@ -135,7 +136,9 @@ TicketPtr copy_blocks(Reservation& reservation, Cache& cache, const std::vector<
                blocks[next].second == blocks[next - 1].second + 1) {
             next++;
         }
-        for (const stc_piece& piece : pieces) copies.push_back(fuse(reservation, cache, piece, blocks, first, next - first));
+        for (const stc_piece& piece : pieces) {
+            copies.push_back(fuse(reservation, cache, piece, blocks, first, next - first));
+        }
     }
     return queue(reservation, cache, std::move(copies), direction, after);
 }

@@ -1,11 +1,12 @@
-// Copies between mapped pages and the host: ranges and KV blocks. They are queued here and carried out by the lane's thread.
+// Copies between mapped pages and the host: ranges and KV blocks. Queued here, carried out by the thread of a lane.
 #pragma once
 #include "cache.h"
 #include "reservation.h"
 
 namespace staccato {
 
-TicketPtr copy_range(Reservation&, uint64_t offset, Cache&, uint64_t cache_offset, uint64_t bytes, Direction, uint64_t after);
+TicketPtr copy_range(Reservation&, uint64_t offset, Cache&, uint64_t cache_offset, uint64_t bytes, Direction,
+                     uint64_t after);
 
 TicketPtr copy_blocks(Reservation&, Cache&, const std::vector<stc_piece>&, const uint32_t* device_blocks,
                       const uint32_t* host_blocks, uint64_t blocks, Direction, uint64_t after);

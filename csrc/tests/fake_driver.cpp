@@ -1,5 +1,5 @@
-// A libcuda.so.1 without a GPU, for tests of the CUDA backend: device memory is host memory, streams are threads that lag
-// behind, and what a real driver forbids is refused: calls without a context, access before it is allowed, half unmaps.
+// A libcuda.so.1 without a GPU, for tests of the CUDA backend: device memory is host memory, streams are threads that
+// lag behind, and what a real driver forbids is refused: calls without a context, unallowed access, half unmaps.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -222,10 +222,12 @@ FAKE(cuMemcpyDtoHAsync_v2)(void* to, Address from, size_t bytes, Stream stream) 
 FAKE(cuMemcpy2DAsync_v2)(const Copy2D* rows, Stream stream) {
     return lag(stream, [copy = *rows] {
         auto start = [](const Side& side) {
-            return side.memory_type == MEMORY_HOST ? static_cast<char*>(const_cast<void*>(side.host)) : pointer(side.device);
+            if (side.memory_type == MEMORY_DEVICE) return pointer(side.device);
+            return static_cast<char*>(const_cast<void*>(side.host));
         };
         for (size_t row = 0; row < copy.height; row++) {
-            std::memcpy(start(copy.target) + row * copy.target.pitch, start(copy.source) + row * copy.source.pitch, copy.width);
+            char* to = start(copy.target) + row * copy.target.pitch;
+            std::memcpy(to, start(copy.source) + row * copy.source.pitch, copy.width);
         }
     });
 }

@@ -1,5 +1,5 @@
 // What threads may do to each other, through the C face, for the sanitizers to watch: `test_memory host`, and
-// `test_memory cuda` with the fake driver. What the library promises in one thread is tested in tests/runtime/test_memory.py.
+// `test_memory cuda` with the fake driver. What it promises in one thread is tested in tests/runtime/test_memory.py.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -18,12 +18,12 @@ constexpr uint64_t POOL_PAGES = 64;
 constexpr double LONG_S = 60;
 uint32_t backend;
 
-#define EXPECT(condition)                                                                                              \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            std::fprintf(stderr, "%s:%d: not so: %s (last error: %s)\n", __FILE__, __LINE__, #condition, stc_last_error()); \
-            std::abort();                                                                                              \
-        }                                                                                                              \
+#define EXPECT(condition)                                                                        \
+    do {                                                                                         \
+        if (!(condition)) {                                                                      \
+            std::fprintf(stderr, "line %d: not so: %s (%s)\n", __LINE__, #condition, stc_last_error()); \
+            std::abort();                                                                        \
+        }                                                                                        \
     } while (false)
 
 struct Device {
@@ -145,6 +145,10 @@ void loads_and_cancels_of_many_threads_lose_no_page() {
                 continue;
             }
             EXPECT(code == STC_OK);
+            if (random() % 4 == 0) {  // on a GPU the last chunks are still on their way when this is taken
+                while (stc_unmap(reservation.handle, 0, 15 * PAGE, 0) == STC_STATE) std::this_thread::yield();
+                continue;
+            }
             if (random() % 3 == 0) EXPECT(stc_ticket_cancel(device.handle, ticket) == STC_OK);
             const int end = stc_ticket_wait(device.handle, ticket, LONG_S);
             EXPECT(end == STC_OK || end == STC_CANCELLED);
@@ -171,7 +175,9 @@ void blocks_survive_faults_and_company() {
             EXPECT(stc_device_fault(device.handle, static_cast<int>(random() % 3), random() % 5) == STC_OK);
             std::this_thread::sleep_for(std::chrono::microseconds(300));
         }
-        for (int operation = 0; operation < 3; operation++) EXPECT(stc_device_fault(device.handle, operation, 0) == STC_OK);
+        for (int operation = 0; operation < 3; operation++) {
+            EXPECT(stc_device_fault(device.handle, operation, 0) == STC_OK);
+        }
     });
     in_threads(4, [&](int thread) {
         Reservation reservation(device, 16);
@@ -188,18 +194,18 @@ void blocks_survive_faults_and_company() {
             if (stc_map(reservation.handle, 0, 16 * PAGE, LONG_S) != STC_OK) continue;
             std::memset(reservation.bytes, thread + 1, 16 * PAGE);
             const uint64_t mine = static_cast<uint64_t>(thread) * 16 * PAGE;
-            const stc_piece pieces[] = {{0, 2 * PAGE, mine, 2 * PAGE, PAGE}, {PAGE, 2 * PAGE, mine + PAGE, 2 * PAGE, PAGE}};
+            const stc_piece pieces[] = {{0, 2 * PAGE, mine, 2 * PAGE, PAGE},
+                                        {PAGE, 2 * PAGE, mine + PAGE, 2 * PAGE, PAGE}};
             const uint32_t ids[] = {1, 2, 3, 6}, places[] = {0, 1, 2, 7};
-            const uint64_t count = 4;
-            if (!stc_copy_blocks(reservation.handle, parked.handle, pieces, 2, ids, places, count, STC_TO_HOST, 0, &ticket)) {
-                stc_ticket back;
-                const int code = stc_copy_blocks(reservation.handle, parked.handle, pieces, 2, ids, places, count,
-                                                 STC_TO_DEVICE, ticket, &back);
+            auto move = [&](int direction, stc_ticket after) {
+                const int code = stc_copy_blocks(reservation.handle, parked.handle, pieces, 2, ids, places, 4,
+                                                 direction, after, &ticket);
                 EXPECT(code == STC_OK);
-                stc_ticket_wait(device.handle, back, LONG_S);
-                EXPECT(filled(reservation.bytes, 16 * PAGE, static_cast<unsigned char>(thread + 1)) ||
-                       stc_ticket_poll(device.handle, back) < 0);
-            }
+                return ticket;
+            };
+            const stc_ticket back = move(STC_TO_DEVICE, move(STC_TO_HOST, 0));
+            const bool failed = stc_ticket_wait(device.handle, back, LONG_S) != STC_OK;
+            EXPECT(failed || filled(reservation.bytes, 16 * PAGE, static_cast<unsigned char>(thread + 1)));
             EXPECT(stc_unmap(reservation.handle, 0, 16 * PAGE, 0) == STC_OK);
         }
     });

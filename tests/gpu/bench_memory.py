@@ -15,7 +15,7 @@ from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from runtime.memory.native import Backend, Cache, Device, Direction, Segment  # noqa: E402
+from runtime.memory.native import Backend, Cache, Device, Direction, Segment
 
 MIB, GIB = 1 << 20, 1 << 30
 PAGES_MIB = (2, 8, 16, 32, 64, 128)

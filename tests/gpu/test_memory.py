@@ -148,7 +148,7 @@ def test_kernels_gather_and_scatter_blocks(reservation: Reservation, cache: Cach
 def test_an_unmap_waits_for_a_kernel(device: Device, reservation: Reservation) -> None:
     cupy = pytest.importorskip("cupy")
     spin = cupy.RawKernel(
-        'extern "C" __global__ void spin(long long ticks) { long long end = clock64() + ticks; while (clock64() < end); }',
+        'extern "C" __global__ void spin(long long n) { for (long long end = clock64() + n; clock64() < end;); }',
         "spin",
     )
     reservation.map(0, device.page_bytes, SOON_S)
