@@ -38,14 +38,15 @@ test: setup check ## checks, then the test suite, with real NATS, vLLM and datab
 test-long: setup ## the tests that take minutes
 	$(BIN)/python -m pytest -m long
 
-check: setup ## lint, types, house rules
+check: setup ## lint, types, house rules, the memory library under the sanitizers (without these: SANITIZERS=0)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_tidy.py
+	@$(MAKE) --silent --no-print-directory sanitize
 
-sanitize: ## the memory library's stress tests under the address and the thread sanitizer
-	$(MAKE) --no-print-directory -C csrc test asan tsan
+sanitize: ## the memory library's stress tests, plain, under the address and under the thread sanitizer
+	@$(MAKE) --silent --no-print-directory --output-sync -C csrc -j2 test $(if $(filter 0,$(SANITIZERS)),,asan tsan)
 
 format: setup ## rewrite the code in the house's format
 	$(BIN)/ruff format .

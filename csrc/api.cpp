@@ -1,4 +1,5 @@
 // The C face: handles in, codes out; whatever is thrown becomes a code and this thread's sentence.
+#include "capture.h"
 #include "load.h"
 #include "transfer.h"
 
@@ -116,6 +117,10 @@ int stc_residency(stc_reservation* reservation, uint64_t offset, uint64_t bytes,
     return guarded(reservation, [&] { reservation->residency(offset, bytes, *mapped, *clean); });
 }
 
+int stc_scratch(stc_reservation* reservation, uint64_t offset, uint64_t bytes, int on) {
+    return guarded(reservation, [&] { reservation->scratch(offset, bytes, on != 0); });
+}
+
 int stc_export_page(stc_reservation* reservation, uint64_t offset, int* fd, uint64_t* fd_offset) {
     return guarded(reservation, [&] { *fd = reservation->export_page(offset, *fd_offset); });
 }
@@ -218,4 +223,20 @@ int stc_stream_wait(stc_device* device, stc_ticket id, void* stream, double time
         device->await_submission(*ticket, Deadline(timeout_s));
         ticket->event().hold_stream(stream);
     });
+}
+
+int stc_capture_install(const char* object) {
+    return guarded(object, [&] { capture::install(object); });
+}
+
+int stc_capture_next(uint64_t least, uint64_t most, uint64_t granule, void* place) {
+    return guarded(place, [&] { capture::next(least, most, granule, place); });
+}
+
+int stc_capture_taken(uint64_t* bytes) {
+    return guarded(bytes, [&] { *bytes = capture::taken(); });
+}
+
+int stc_capture_forget(void* place) {
+    return guarded(place, [&] { capture::forget(place); });
 }

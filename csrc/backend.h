@@ -45,6 +45,7 @@ struct Backend {
     virtual void map(uint64_t address, uint32_t first_page, uint64_t count) = 0;  // nothing is mapped if it throws
     virtual void allow(uint64_t address, uint64_t bytes) = 0;                    // once for a whole mapped range
     virtual void unmap(uint64_t address, uint64_t bytes) = 0;                    // whole pages, all of them mapped
+    virtual void make_scratch(uint64_t address, uint64_t bytes) = 0;             // ordinary memory, until unmap()
     virtual void zero(Lane, uint64_t address, uint64_t bytes) = 0;
     virtual void copy(Lane, const Copy&, Direction) = 0;
     virtual EventPtr record(Lane) = 0;

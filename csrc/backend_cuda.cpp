@@ -138,6 +138,9 @@ class Cuda : public Backend {
     void map(uint64_t address, uint32_t first_page, uint64_t count) override;
     void allow(uint64_t address, uint64_t bytes) override;
     void unmap(uint64_t address, uint64_t bytes) override;
+    void make_scratch(uint64_t, uint64_t) override {
+        fail(STC_UNSUPPORTED, "scratch memory is for the host backend: map pages of the pool instead");
+    }
     void zero(Lane, uint64_t address, uint64_t bytes) override;
     void copy(Lane, const Copy&, Direction) override;
     EventPtr record(Lane) override;

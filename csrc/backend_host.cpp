@@ -68,6 +68,7 @@ class Host : public Backend {
     }
     void allow(uint64_t, uint64_t) override {}
     void unmap(uint64_t address, uint64_t bytes) override;
+    void make_scratch(uint64_t address, uint64_t bytes) override;
     void zero(Lane, uint64_t address, uint64_t bytes) override { std::memset(pointer(address), 0, bytes); }
     void copy(Lane, const Copy&, Direction) override;
     EventPtr record(Lane) override { return done_; }
@@ -123,6 +124,13 @@ void Host::unmap(uint64_t address, uint64_t bytes) {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
     if (mmap(pointer(address), bytes, PROT_NONE, flags, -1, 0) == MAP_FAILED) {
         fail(STC_DRIVER, mebibytes(bytes), " MiB can't be unmapped: ", std::strerror(errno));
+    }
+}
+
+void Host::make_scratch(uint64_t address, uint64_t bytes) {
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+    if (mmap(pointer(address), bytes, PROT_READ | PROT_WRITE, flags, -1, 0) == MAP_FAILED) {
+        fail(STC_NO_MEMORY, mebibytes(bytes), " MiB of scratch memory can't be had: ", std::strerror(errno));
     }
 }
 

@@ -27,14 +27,16 @@ int open_file(int fd, uint64_t bytes) {
 }
 
 char* map_file(int fd, uint64_t bytes) {
-    char* base = reserve_addresses(bytes);
-    if (mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
-        const int error = errno;
-        munmap(base, bytes);
+    char* base = nullptr;
+    try {
+        base = reserve_addresses(bytes);
+        if (mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED) return base;
+        fail(STC_NO_ADDRESSES, "the cache of ", mebibytes(bytes), " MiB can't be mapped: ", std::strerror(errno));
+    } catch (...) {
+        if (base) munmap(base, bytes);
         close(fd);
-        fail(STC_NO_ADDRESSES, "the cache of ", mebibytes(bytes), " MiB can't be mapped: ", std::strerror(error));
+        throw;
     }
-    return base;
 }
 
 }  // namespace

@@ -99,13 +99,6 @@ void Device::announce() {
     changed_.notify_all();
 }
 
-bool Device::wait(Lock& lock, const Deadline& deadline) {
-    auto news = [this, seen = changes_] { return changes_ != seen; };
-    if (!deadline.forever) return changed_.wait_until(lock, deadline.at, news);
-    changed_.wait(lock, news);
-    return true;
-}
-
 uint64_t Device::coming() const {
     uint64_t pages = 0;
     for (const Leaving& entry : move_list) pages += entry.hopeless() ? 0 : entry.pages.size();
@@ -134,11 +127,9 @@ TicketPtr Device::find_ticket(uint64_t id) {
 
 void Device::await_submission(Ticket& ticket, const Deadline& deadline) {
     Lock lock(mu);
-    while (ticket.pending()) {
-        if (!wait(lock, deadline) && ticket.pending()) {
-            fail(STC_TIMEOUT, "transfer ", ticket.id, " of ", mebibytes(ticket.bytes), " MiB is still under way after ",
-                 deadline.timeout_s, " s: wait longer or cancel it");
-        }
+    if (!await(lock, deadline, [&] { return !ticket.pending(); })) {
+        fail(STC_TIMEOUT, "transfer ", ticket.id, " of ", mebibytes(ticket.bytes), " MiB is still under way after ",
+             deadline.timeout_s, " s: wait longer or cancel it");
     }
 }
 
@@ -241,11 +232,9 @@ bool Device::take_away(Leaving& entry) {
 
 void Device::settle(const Deadline& deadline) {
     Lock lock(mu);
-    while (!move_list.empty()) {
-        if (!wait(lock, deadline) && !move_list.empty()) {
-            fail(STC_TIMEOUT, pool.count(LIMBO), " pages are still in limbo after ", deadline.timeout_s, " s, ",
-                 counted.unmap_failures, " unmaps failed");
-        }
+    if (!await(lock, deadline, [&] { return move_list.empty(); })) {
+        fail(STC_TIMEOUT, pool.count(LIMBO), " pages are still in limbo after ", deadline.timeout_s, " s, ",
+             counted.unmap_failures, " unmaps failed");
     }
 }
 

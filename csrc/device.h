@@ -29,6 +29,7 @@ struct Deadline {
     double timeout_s;
     Clock::time_point at;
 };
+inline const Deadline FOREVER(-1);
 
 // A thread with a queue. Jobs answer for their own errors.
 class Worker {
@@ -74,9 +75,15 @@ class Device {
     stc_stats counted{};
 
     // -- the rest locks by itself, except where it takes a Lock ------------------------------------------------------
-    void announce();                                 // something changed; mu is held
-    bool wait(Lock&, const Deadline&);               // until something changes; false when the deadline has passed
-    uint64_t coming() const;                         // pages in limbo that will be free by themselves; mu is held
+    void announce();  // something changed; mu is held
+    // Asks again whenever something changed, with mu held; false when the deadline has passed.
+    template <typename Condition>
+    bool await(Lock& lock, const Deadline& deadline, Condition condition) {
+        if (!deadline.forever) return changed_.wait_until(lock, deadline.at, condition);
+        changed_.wait(lock, condition);
+        return true;
+    }
+    uint64_t coming() const;                            // pages in limbo that will be free by themselves; mu is held
     std::string shortage(uint64_t pages_wanted) const;  // why there are too few; mu is held
 
     // Under one lock, so that each queue has its jobs in the order of their tickets.

@@ -74,11 +74,11 @@ Plan make_plan(const Reservation& reservation, const Cache& cache, const std::ve
                 }
                 plan.chunks.back().count++;
                 plan.pages++;
-            } else if (page != Reservation::ARRIVING && reservation.device.pool[page].state == CLEAN) {
+            } else if (Reservation::is_page(page) && reservation.device.pool[page].state == CLEAN) {
                 plan.clean.emplace_back(slot, page);
             } else {
                 fail(STC_STATE, "page ", slot, " of reservation ", reservation.owner,
-                     " is mapped or being loaded already: unmap it or mark it clean first");
+                     " is mapped, on its way or scratch already: unmap it or mark it clean first");
             }
         }
     }
@@ -154,19 +154,18 @@ void Load::map_ahead() {
 // and what is promised to loads is taken by nobody else.
 void Load::take_pages(Chunk& chunk) {
     Lock lock(device_.mu);
-    for (;;) {
+    device_.await(lock, FOREVER, [&] {
         refuse_cancelled();
         if (error_) throw *error_;
         reservation_.refuse_hopeless({chunk.first, chunk.count});
         if (device_.promised > device_.pool.count(FREE) + device_.coming()) {
             fail(STC_NO_PAGES, "pages that were promised can't be unmapped: ", device_.shortage(chunk.count));
         }
-        if (chunk.count <= device_.pool.count(FREE) && !reservation_.leaving({chunk.first, chunk.count})) break;
-        device_.wait(lock, Deadline(-1));
-    }
+        return chunk.count <= device_.pool.count(FREE) && !reservation_.leaving({chunk.first, chunk.count});
+    });
     chunk.pages = device_.pool.take(chunk.count);
     device_.promised -= chunk.count;
-    for (uint32_t page : chunk.pages) device_.pool[page].owner = reservation_.owner;
+    for (uint32_t page : chunk.pages) device_.pool[page].owner = STC_MIXED;  // until all of it has landed
 }
 
 void Load::stream() {
@@ -195,7 +194,7 @@ void Load::stream() {
 
 void Load::await_mapped(uint64_t chunk) {
     Lock lock(device_.mu);
-    while (mapped_ <= chunk && !error_) device_.wait(lock, Deadline(-1));
+    device_.await(lock, FOREVER, [&] { return mapped_ > chunk || error_; });
     if (error_) throw *error_;
     refuse_cancelled();
 }
@@ -213,7 +212,10 @@ void Load::finish() {
     std::lock_guard<std::mutex> lock(device_.mu);
     for (const Chunk& chunk : plan_.chunks) {
         std::copy(chunk.pages.begin(), chunk.pages.end(), reservation_.slots.begin() + chunk.first);
-        for (uint32_t page : chunk.pages) device_.pool[page].touched[LOAD] = ticket_->id;
+        for (uint32_t page : chunk.pages) {
+            device_.pool[page].owner = reservation_.owner;
+            device_.pool[page].touched[LOAD] = ticket_->id;
+        }
     }
     settle_clean(MAPPED);
     ticket_->submit(std::move(event));
@@ -226,7 +228,7 @@ void Load::undo(const Error& error) {
     Lock lock(device_.mu);
     if (!error_) error_ = error;
     device_.announce();
-    while (!mapper_done_) device_.wait(lock, Deadline(-1));
+    device_.await(lock, FOREVER, [&] { return mapper_done_; });
     for (uint64_t i = 0; i < plan_.chunks.size(); i++) {
         Chunk& chunk = plan_.chunks[i];
         reservation_.fill({chunk.first, chunk.count}, Reservation::NONE);

@@ -16,7 +16,7 @@ enum PageState : uint8_t {
 
 struct Page {
     PageState state = FREE;
-    uint32_t owner = 0;                     // whose bytes are in it, also when it is free; 0: nobody's
+    uint32_t owner = 0;                     // as in stc_page
     std::array<uint64_t, LANES> touched{};  // the newest ticket of each lane; older ones of a lane are over before it
 };
 

@@ -41,13 +41,15 @@ void Reservation::release(const Deadline& deadline) {
     if (std::find(slots.begin(), slots.end(), ARRIVING) != slots.end()) {
         fail(STC_STATE, "reservation ", owner, " is being mapped or loaded: cancel that or wait for it");
     }
-    unmap_slots({0, slots.size()}, nullptr);
-    while (leaving({0, slots.size()})) {
-        refuse_hopeless({0, slots.size()});
-        if (!device.wait(lock, deadline) && leaving({0, slots.size()})) {
-            fail(STC_TIMEOUT, "reservation ", owner, " still has pages in limbo after ", deadline.timeout_s,
-                 " s: release it again later");
-        }
+    const Slots all{0, slots.size()};
+    unmap_slots(all, nullptr);
+    const auto empty = [&] {
+        refuse_hopeless(all);
+        return !leaving(all);
+    };
+    if (!device.await(lock, deadline, empty)) {
+        fail(STC_TIMEOUT, "reservation ", owner, " still has pages in limbo after ", deadline.timeout_s,
+             " s: release it again later");
     }
     lock.unlock();
     device.backend->release(address, bytes);
@@ -61,10 +63,8 @@ void Reservation::release(const Deadline& deadline) {
 void Reservation::map(uint64_t offset, uint64_t bytes, const Deadline& deadline) {
     const Slots range = whole_slots(offset, bytes);
     Lock lock(device.mu);
-    for (uint64_t slot = range.first; slot < range.first + range.count; slot++) {
-        if (slots[slot] != NONE) {
-            fail(STC_STATE, "page ", slot, " of reservation ", owner, " is mapped or being mapped already");
-        }
+    if (!all_are(range, NONE)) {
+        fail(STC_STATE, "not all of these ", range.count, " pages of reservation ", owner, " are empty: unmap them first");
     }
     fill(range, ARRIVING);
     std::vector<uint32_t> pages;
@@ -87,15 +87,16 @@ void Reservation::map(uint64_t offset, uint64_t bytes, const Deadline& deadline)
 
 // What is promised to loads is not ours, also when it is free.
 std::vector<uint32_t> Reservation::await_pages(Lock& lock, Slots range, const Deadline& deadline) {
-    for (;;) {
+    const auto there = [&] {
         const uint64_t wanted = range.count + device.promised, free = device.pool.count(FREE);
         refuse_hopeless(range);
         if (wanted > free + device.coming()) fail(STC_NO_PAGES, device.shortage(range.count));
-        if (wanted <= free && !leaving(range)) return device.pool.take(range.count);
-        if (!device.wait(lock, deadline)) {
-            fail(STC_TIMEOUT, device.shortage(range.count), " (waited ", deadline.timeout_s, " s)");
-        }
+        return wanted <= free && !leaving(range);
+    };
+    if (!device.await(lock, deadline, there)) {
+        fail(STC_TIMEOUT, device.shortage(range.count), " (waited ", deadline.timeout_s, " s)");
     }
+    return device.pool.take(range.count);
 }
 
 void Reservation::attach(uint64_t first_slot, const std::vector<uint32_t>& pages, bool zero_foreign) {
@@ -145,7 +146,7 @@ void Reservation::unmap_slots(Slots range, TicketPtr after) {
     const uint64_t end = range.first + range.count;
     for (uint64_t first = range.first; first < end;) {
         uint64_t next = first;
-        while (next < end && slots[next] != NONE) next++;
+        while (next < end && is_page(slots[next])) next++;
         std::vector<uint32_t> pages(slots.begin() + first, slots.begin() + next);
         fill({first, next - first}, NONE);
         auto tickets = transfers_on(pages);
@@ -191,7 +192,7 @@ void Reservation::mark_clean(uint64_t offset, uint64_t bytes) {
     const Slots range = whole_slots(offset, bytes);
     std::lock_guard<std::mutex> lock(device.mu);
     const auto begin = slots.begin() + range.first, end = begin + range.count;
-    if (std::any_of(begin, end, [](uint32_t page) { return page == NONE || page == ARRIVING; })) {
+    if (std::any_of(begin, end, [](uint32_t page) { return !is_page(page); })) {
         fail(STC_STATE, "not all of these ", range.count, " pages of reservation ", owner,
              " are mapped: only mapped pages can be clean");
     }
@@ -203,9 +204,30 @@ void Reservation::residency(uint64_t offset, uint64_t bytes, uint64_t& mapped, u
     std::lock_guard<std::mutex> lock(device.mu);
     mapped = clean = 0;
     for (uint64_t slot = range.first; slot < range.first + range.count; slot++) {
-        if (slots[slot] == NONE || slots[slot] == ARRIVING) continue;
+        if (!is_page(slots[slot])) continue;
         (device.pool[slots[slot]].state == CLEAN ? clean : mapped) += device.backend->page_bytes;
     }
+}
+
+void Reservation::scratch(uint64_t offset, uint64_t bytes, bool on) {
+    const Slots range = whole_slots(offset, bytes);
+    const uint32_t before = on ? NONE : SCRATCH;
+    Lock lock(device.mu);
+    if (!all_are(range, before) || leaving(range)) {
+        fail(STC_STATE, "not all of these ", range.count, " pages of reservation ", owner,
+             on ? " are empty: unmap them and let the device settle" : " are scratch memory");
+    }
+    fill(range, ARRIVING);
+    lock.unlock();
+    try {
+        on ? device.backend->make_scratch(address + offset, bytes) : device.backend->unmap(address + offset, bytes);
+    } catch (...) {
+        lock.lock();
+        fill(range, before);
+        throw;
+    }
+    lock.lock();
+    fill(range, on ? SCRATCH : NONE);
 }
 
 int Reservation::export_page(uint64_t offset, uint64_t& fd_offset) {
@@ -215,7 +237,7 @@ int Reservation::export_page(uint64_t offset, uint64_t& fd_offset) {
         std::lock_guard<std::mutex> lock(device.mu);
         page = slots[range.first];
     }
-    if (page == NONE || page == ARRIVING) {
+    if (!is_page(page)) {
         fail(STC_STATE, "page ", range.first, " of reservation ", owner, " is not mapped");
     }
     return device.backend->export_page(page, fd_offset);
@@ -235,6 +257,11 @@ Slots Reservation::whole_slots(uint64_t offset, uint64_t length) const {
         fail(STC_INVALID, length, " bytes at ", offset, " are not whole pages of ", page, " bytes");
     }
     return slots_of(offset, length);
+}
+
+bool Reservation::all_are(Slots range, uint32_t value) const {
+    const auto begin = slots.begin() + range.first;
+    return std::count(begin, begin + range.count, value) == static_cast<int64_t>(range.count);
 }
 
 void Reservation::fill(Slots range, uint32_t value) {

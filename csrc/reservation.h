@@ -12,7 +12,9 @@ struct Slots {  // of one page each
 class Reservation {
   public:
     static constexpr uint32_t NONE = 0xffffffff;
-    static constexpr uint32_t ARRIVING = 0xfffffffe;  // claimed by a map or load under way
+    static constexpr uint32_t ARRIVING = 0xfffffffe;  // claimed by a call under way
+    static constexpr uint32_t SCRATCH = 0xfffffffd;   // ordinary memory, no page of the pool
+    static bool is_page(uint32_t slot) { return slot < SCRATCH; }
 
     Reservation(Device&, uint64_t bytes);
 
@@ -20,7 +22,7 @@ class Reservation {
     const uint64_t bytes;
     const uint64_t address;
     const uint32_t owner;
-    // Page, NONE or ARRIVING; guarded by device.mu. What leaves is NONE here: the move list has it.
+    // A page or one of these; guarded by device.mu. What leaves is NONE here: the move list has it.
     std::vector<uint32_t> slots;
 
     uint64_t address_of(uint64_t slot) const { return address + slot * device.backend->page_bytes; }
@@ -31,10 +33,12 @@ class Reservation {
     void unmap(uint64_t offset, uint64_t bytes, uint64_t after);
     void mark_clean(uint64_t offset, uint64_t bytes);
     void residency(uint64_t offset, uint64_t bytes, uint64_t& mapped, uint64_t& clean);
+    void scratch(uint64_t offset, uint64_t bytes, bool on);
     int export_page(uint64_t offset, uint64_t& fd_offset);
     void release(const Deadline&);  // afterwards only the destructor may be called
 
     // -- device.mu is held -------------------------------------------------------------------------------------------
+    bool all_are(Slots, uint32_t value) const;
     void fill(Slots, uint32_t value);
     bool leaving(Slots) const;          // the move list still owns some of these addresses
     void refuse_hopeless(Slots) const;    // throws when they will not come free by themselves

@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define STC_ABI 1
+#define STC_ABI 2
 #define STC_EXPORT __attribute__((visibility("default")))
 
 typedef struct stc_device stc_device;           /* pool, move list, threads that copy, map and unmap */
@@ -63,9 +63,11 @@ typedef struct {
 
 enum { STC_PAGE_FREE = 0, STC_PAGE_MAPPED = 1, STC_PAGE_CLEAN = 2, STC_PAGE_LIMBO = 3 };
 
+#define STC_MIXED UINT32_MAX /* of a load under way, or of one that failed in the middle */
+
 typedef struct {
     uint32_t state;
-    uint32_t owner; /* whose bytes are in it, also when it is free; 0: nobody's */
+    uint32_t owner; /* whose bytes are in it, also when it is free; 0: nobody's; STC_MIXED: several owners' */
 } stc_page;
 
 STC_EXPORT int stc_abi(void);
@@ -101,6 +103,10 @@ STC_EXPORT int stc_unmap(stc_reservation *, uint64_t offset, uint64_t bytes, stc
 /* Mapped pages become clean cache: stc_load takes them as they are, stc_unmap gives them to others. */
 STC_EXPORT int stc_mark_clean(stc_reservation *, uint64_t offset, uint64_t bytes);
 STC_EXPORT int stc_residency(stc_reservation *, uint64_t offset, uint64_t bytes, uint64_t *mapped, uint64_t *clean);
+/* Host only: ordinary memory of the machine below whole pages that are not mapped (on = 1), for what is built at its
+ * final address before any page is there, and nothing again (on = 0). stc_map and stc_load of it are STC_STATE,
+ * stc_unmap passes it over, stc_release takes it away. */
+STC_EXPORT int stc_scratch(stc_reservation *, uint64_t offset, uint64_t bytes, int on);
 /* A file descriptor through which another process maps the page at `offset`, and where the page begins in that file. */
 STC_EXPORT int stc_export_page(stc_reservation *, uint64_t offset, int *fd, uint64_t *fd_offset);
 
@@ -150,6 +156,22 @@ STC_EXPORT int stc_ticket_cancel(stc_device *, stc_ticket);                  /* 
 /* CUDA: a ticket for all that was put on a stream so far; a stream that waits for a ticket. */
 STC_EXPORT int stc_stream_ticket(stc_device *, void *stream, stc_ticket *out);
 STC_EXPORT int stc_stream_wait(stc_device *, stc_ticket, void *stream, double timeout_s);
+
+/* -- captured allocations ---------------------------------------------------------------------------------------- */
+
+/* Linux on x86-64 with glibc: one allocation that somebody else's shared object makes inside one of its calls gets an
+ * address of our choice. What that object asks posix_memalign for and gives to free passes through here from now on;
+ * the rest of the process is left alone. `object` is the path of an object that is loaded (else STC_STATE), in which no
+ * other thread runs just now. Again does no harm. The object and this library are never unloaded. */
+STC_EXPORT int stc_capture_install(const char *object);
+/* The next allocation of this thread that asks for `least` bytes, or for more in whole granules up to `most`, and for no
+ * alignment that `place` lacks, gets `place`, where the caller keeps `most` bytes. When such an object frees `place`,
+ * nothing happens. */
+STC_EXPORT int stc_capture_next(uint64_t least, uint64_t most, uint64_t granule, void *place);
+/* How many bytes were asked for; 0: there was no such allocation. This thread captures nothing more. */
+STC_EXPORT int stc_capture_taken(uint64_t *bytes);
+/* Once what was allocated at `place` was freed, or never will be: later frees of this address are real ones. */
+STC_EXPORT int stc_capture_forget(void *place);
 
 #ifdef __cplusplus
 }

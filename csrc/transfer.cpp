@@ -16,7 +16,7 @@ void carry_out(Device& device, const TicketPtr& ticket, const TicketPtr& after, 
                const std::vector<Copy>& copies) {
     try {
         if (after) {
-            device.await_submission(*after, Deadline(-1));  // an older ticket: never behind us in a queue
+            device.await_submission(*after, FOREVER);  // an older ticket: never behind us in a queue
             device.backend->hold_lane(lane, after->event());
         }
         for (const Copy& copy : copies) {
@@ -47,8 +47,7 @@ void each_slot(const Reservation& reservation, const Copy& copy, Visit visit) {
 
 void refuse_unmapped(const Reservation& reservation, uint64_t slot) {
     const uint32_t page = reservation.slots[slot];
-    const bool there = page != Reservation::NONE && page != Reservation::ARRIVING;
-    if (there && reservation.device.pool[page].state == MAPPED) return;
+    if (Reservation::is_page(page) && reservation.device.pool[page].state == MAPPED) return;
     fail(STC_STATE, "page ", slot, " of reservation ", reservation.owner,
          " is not mapped: map or load it before copying");
 }

@@ -6,10 +6,28 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from enum import IntEnum
 
 from store import wire
 from store.bus import LEASE_TTL_S, Bus, BusError
 from store.wire import Residency
+
+
+class Coldness(IntEnum):
+    """What has to be read before a model can make a token."""
+
+    NONE = 0
+    HOST = 1
+    DISK = 2
+
+
+COLDNESS = {
+    Residency.RESIDENT: Coldness.NONE,
+    Residency.LOADING: Coldness.HOST,
+    Residency.STAGED: Coldness.HOST,
+    Residency.LEAVING: Coldness.HOST,
+    Residency.COLD: Coldness.DISK,
+}
 
 
 class Fleet:
@@ -35,12 +53,13 @@ class Fleet:
         return {id: lease.models[key] for id, lease in self.leases.items() if key in lease.models}
 
     def choose(self, key: str, avoid: frozenset[str] = frozenset()) -> str | None:
-        """The runtime to try: one that has the model resident, then the one with the fewest requests.
+        """The runtime to try: one that has the model on the device, else in the host's memory; then the one with the
+        fewest requests for it.
 
         This is the simple rule that needs no scheduler; None when no runtime can take the model now.
         """
         candidates = [
-            (state.residency is not Residency.RESIDENT, state.running + state.waiting, id)
+            (COLDNESS[state.residency], state.running + state.waiting, id)
             for id, state in self.states(key).items()
             if id not in avoid and not self.leases[id].draining and state.residency is not Residency.FAILED
         ]

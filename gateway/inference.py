@@ -24,13 +24,12 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.answer import Answer
 from gateway.auth import Auth, Caller, Target
 from gateway.errors import Fault, Problem, from_store, openai_response, unauthorized
-from gateway.fleet import Fleet
+from gateway.fleet import COLDNESS, Fleet
 from gateway.front import Front, Fronts, Served
 from gateway.limits import Disconnected, TooLong, TooSlow, read_body
 from gateway.meter import Call, Meter, MeterFull
 from store import wire
 from store.db import DatabaseError
-from store.wire import Residency
 
 log = structlog.get_logger()
 
@@ -159,8 +158,7 @@ class Inference:
                     503, "model_failed", f"the model can't be served: {failure}", headers={"retry-after": "30"}
                 )
             if runtime := self.fleet.choose(target.spec.key):
-                resident = self.fleet.states(target.spec.key)[runtime].residency is Residency.RESIDENT
-                return "none" if resident else "disk"
+                return COLDNESS[self.fleet.states(target.spec.key)[runtime].residency].name.lower()
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise Problem(503, "no_runtime", "no runtime can serve the model now", headers={"retry-after": "2"})

@@ -27,10 +27,9 @@ RETRY_S = 1.0
 
 
 def loadable(states: Iterable[ModelState]) -> bool:
-    """A runtime has loaded it: it is there, or was and sleeps."""
+    """A runtime has loaded it: it is on the device, or was."""
     return any(
-        state.residency is Residency.RESIDENT
-        or (state.residency in (Residency.COLD, Residency.LEAVING) and state.load_ms > 0)
+        state.residency is Residency.RESIDENT or (state.load_ms > 0 and state.residency is not Residency.FAILED)
         for state in states
     )
 

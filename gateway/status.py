@@ -8,7 +8,14 @@ from store.deployments import Deployment, Revision
 from store.wire import ModelState, Residency
 
 # Of several runtimes the one that is furthest speaks for all.
-_FURTHEST = (Residency.RESIDENT, Residency.LOADING, Residency.LEAVING, Residency.COLD, Residency.FAILED)
+_FURTHEST = (
+    Residency.RESIDENT,
+    Residency.LOADING,
+    Residency.LEAVING,
+    Residency.STAGED,
+    Residency.COLD,
+    Residency.FAILED,
+)
 
 States = Mapping[str, ModelState]  # runtime id → state of one engine
 
@@ -37,7 +44,7 @@ def phase(desired_state: str, states: States) -> str:
             return "waking"
         case Residency.FAILED:
             return "failed"
-        case Residency.COLD | Residency.LEAVING:
+        case Residency.COLD | Residency.STAGED | Residency.LEAVING:
             loaded = any(state.load_ms > 0 for state in states.values())
             return "asleep" if loaded or desired_state == "asleep" else "deploying"
     return "deploying"

@@ -14,6 +14,11 @@ def _threads() -> int:
     return max(1, (os.cpu_count() or 1) // 2)
 
 
+def _memory() -> int:
+    """Bytes that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 class RuntimeSettings(BaseSettings):
     """`STACCATO_RUNTIME_ID`, `STACCATO_NATS_URL`, ..."""
 
@@ -22,14 +27,10 @@ class RuntimeSettings(BaseSettings):
     nats_url: str = "nats://127.0.0.1:4222"
     runtime_id: str = "r1"
     policy: str = "round-robin"
-    device_memory: ByteSize = ByteSize(512 << 20)  # of the device, where there is no GPU
+    device_memory: ByteSize = ByteSize(512 << 20)  # the pool of pages for weights and KV cache
+    host_cache: ByteSize = ByteSize(_memory() // 2)  # the most that images of models and parked requests take
     threads: int = _threads()  # compute threads of the device process, without a GPU
     drain_s: float = 30.0  # longest wait for streams to end after SIGTERM
-
-    @property
-    def kv_bytes(self) -> int:
-        """KV cache of each engine: a fixed share, until weights and KV take pages from one pool."""
-        return self.device_memory // 8
 
     def check(self) -> None:
         """Raises ValueError with one sentence."""

@@ -1,7 +1,7 @@
 """The process that holds the device: carries out what the Instance machine decides, one step at a time, on one thread.
 
-Nothing here waits but for work. Commands are read between two steps; what a step made is handed to the node process
-through the pipe, which keeps what the kernel does not take at once.
+Nothing here waits but for work. Between two steps commands are read and transfers under way are looked at; what a step
+made is handed to the node process through the pipe, which keeps what the kernel does not take at once.
 """
 
 from __future__ import annotations
@@ -12,75 +12,93 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
-from runtime.engine.base import BadRequest, Build, Engine, EngineError
+from runtime.engine.base import BadRequest, Engine, EngineError
+from runtime.engine.base import Build as Builder
 from runtime.events import (
     Abort,
     Add,
     Arrived,
+    Build,
+    BuildFailed,
+    Built,
     Cancelled,
+    Check,
+    Checked,
+    Close,
+    Closed,
     Effect,
+    EngineFailed,
     Event,
-    Load,
-    Loaded,
-    LoadFailed,
+    Evict,
+    Fetch,
+    Fetched,
+    FetchFailed,
+    Grow,
     Lose,
     Ordered,
+    Park,
+    Parked,
     Placed,
     Refused,
+    Shrink,
     Step,
     StepFailed,
     Stepped,
     Tell,
-    Tick,
-    Unload,
-    Unloaded,
+    Told,
     Withdrawn,
 )
 from runtime.instance import Instance
+from runtime.pages import Pages
 from runtime.pipe import DeviceEnd, Made, Order, Place, Quit, Ready, Start, State, Stop, ToDevice, Withdraw
 from runtime.policy.turns import POLICIES, Turns
-from runtime.request import ModelKey, Request, request_id
+from runtime.request import ModelKey, Request, RequestId, request_id
 from store import observe
-from store.wire import Delta, Residency
+from store.wire import Delta, EngineSpec
 
 log = structlog.get_logger()
 
 STATE_PERIOD_S = 1.0
+STATE_PAUSE_S = 0.05  # at least, between two while steps are made: models may come and go with every turn
+TRANSFER_POLL_S = 0.0005  # when there is nothing else to do
 BACKLOG_MOST = 64 << 20  # bytes: a node that does not read stops the steps, not the machine's memory
+
+Ask = Callable[[Engine], Event | None]
 
 
 class Device:
     """The loop. `build` makes engines; `clock` is monotone, in seconds."""
 
-    def __init__(self, pipe: DeviceEnd, turns: Turns, build: Build, clock: Callable[[], float]) -> None:
-        self.instance = Instance(turns)
+    def __init__(self, pipe: DeviceEnd, turns: Turns, build: Builder, clock: Callable[[], float]) -> None:
+        self.instance = Instance(turns, Pages(build.pages_total, build.page_bytes))
         self._pipe, self._build, self._clock = pipe, build, clock
         self._engines: dict[ModelKey, Engine] = {}
+        self._unfit: set[ModelKey] = set()  # their engines failed, and are asked for nothing but to close
+        self._transfers: dict[ModelKey, Ask] = {}  # under way: how to see whether it is over
         self._made: dict[str, list[Delta]] = {}
         self._state: State | None = None  # as last sent
-        self._residencies: list[Residency] = []
-        self._state_at = 0.0
+        self._state_at, self._moves = 0.0, 0  # when, and the instance's count then
         self._quit = False
 
     def run(self) -> None:
         self._pipe.send(Ready(self._build.version))
-        event: Event = Tick()
         while not (self._quit or self._pipe.closed):
             for command in self._pipe.receive():
                 self._command(command)
-            done = self._carry_out(self.instance.on(event, self._clock()))
-            self._report()
-            if done is None and not self._quit:
+            self._look_at_transfers()
+            effects = self.instance.decide(self._clock())
+            self._report()  # what was made must not wait for the device
+            self._carry_out(effects)
+            if not effects and not self._quit:
                 self._rest()
             while self._pipe.backlog > BACKLOG_MOST and not self._pipe.closed:
                 self._pipe.wait(STATE_PERIOD_S)
-            event = done or Tick()
 
     def _command(self, command: ToDevice) -> None:
-        """Commands never use the device themselves: what they make possible is decided at the next turn of the loop."""
         match command:
             case Place(spec):
                 event: Event = Placed(spec)
@@ -100,14 +118,12 @@ class Device:
         self._hear(event)
 
     def _hear(self, event: Event) -> None:
-        pending = self.instance.hear(event, self._clock())
-        assert self._carry_out(pending) is None
+        self._carry_out(self.instance.hear(event, self._clock()))
 
     # ── carrying out ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _carry_out(self, effects: list[Effect]) -> Event | None:
-        """Do everything in order; the event of the device effect, if there was one."""
-        done: Event | None = None
+    def _carry_out(self, effects: list[Effect]) -> None:
+        """Everything in order; what comes of it is heard at once."""
         for effect in effects:
             match effect:
                 case Tell():
@@ -115,19 +131,37 @@ class Device:
                 case Lose(request, error, finish):
                     lost = Delta(request.stream, [], request.sent, finish, error=error)
                     self._made.setdefault(request.gateway, []).append(lost)
-                case Add(request):
-                    self._add(request)
-                case Abort(model, requests):
-                    self._engines[model].abort(requests)
                 case Step(model):
-                    self._report()  # what the last step made must not wait for this one
-                    done = self._step(model)
-                case Load():
-                    done = self._load(effect)
-                case Unload(model):
-                    self._engines.pop(model).close()
-                    done = Unloaded(model)
-        return done
+                    self._hear(self._step(model))
+                case Check(model):
+                    self._hear(self._check(model))
+                case Build(spec):
+                    self._hear(self._make(spec))
+                case Close(model):
+                    self._hear(self._close(model))
+                case Add(request):
+                    self._ask(request.model, partial(_add, request))
+                case Abort(model, requests):
+                    self._ask(model, partial(_abort, model, requests))
+                case Fetch(model):
+                    self._ask(model, partial(self._fetch, effect))
+                case Park(model):
+                    self._ask(model, partial(self._park, model))
+                case Evict(model) | Grow(model) | Shrink(model):
+                    self._ask(model, partial(_resize, effect))
+
+    def _ask(self, model: ModelKey, act: Ask) -> None:
+        """Let the engine do it and hear what comes of it; an engine that raises is asked for nothing but to close."""
+        if model in self._unfit:
+            return
+        try:
+            event = act(self._engines[model])
+        except Exception as error:
+            self._unfit.add(model)
+            self._transfers.pop(model, None)
+            event = EngineFailed(model, _reason("device.engine_failed", model, error))
+        if event is not None:
+            self._hear(event)
 
     def _tell(self, tell: Tell) -> None:
         request, made = tell.request, tell.output
@@ -138,32 +172,84 @@ class Device:
             deltas = self._made[request.gateway] = []
         deltas.append(delta)
 
-    def _add(self, request: Request) -> None:
-        try:
-            self._engines[request.model].add(request.id, request.payload)
-        except BadRequest as error:
-            self._hear(Refused(request.id, request.model, str(error)))
+    # ── carrying out what uses the device ─────────────────────────────────────────────────────────────────────────────
 
     def _step(self, model: ModelKey) -> Event:
+        if model in self._unfit:
+            return StepFailed(model, "it failed before")
         engine = self._engines[model]
         try:
-            return Stepped(model, engine.step(), engine.busy())
+            return Stepped(model, engine.step(), engine.busy(), engine.held())
         except Exception as error:
-            log.error("device.step_failed", model=model, error=type(error).__name__, detail=str(error)[:300])
-            return StepFailed(model, f"{type(error).__name__}")
+            self._unfit.add(model)
+            return StepFailed(model, _reason("device.step_failed", model, error))
 
-    def _load(self, effect: Load) -> Event:
-        model = ModelKey(effect.spec.key)
-        self._report()  # a load takes long: say that it began
-        started = self._clock()
+    def _check(self, model: ModelKey) -> Event:
+        engine = self._engines[model]
         try:
-            self._engines[model] = self._build(effect.spec)
-        except EngineError as error:
-            log.error("device.load_failed", model=model, error=str(error))
-            return LoadFailed(model, str(error))
-        took_s = self._clock() - started
-        log.info("device.loaded", model=model, took_ms=round(took_s * 1e3))
-        return Loaded(model, took_s)
+            wrong = "it failed before" if model in self._unfit else engine.check()
+            if wrong is not None:
+                log.error("device.check_failed", model=model, wrong=wrong)
+            return Checked(model, wrong, engine.held())
+        except Exception as error:
+            self._unfit.add(model)
+            return Checked(model, _reason("device.check_failed", model, error), self.instance.pages.of(model))
+
+    def _make(self, spec: EngineSpec) -> Event:
+        model = ModelKey(spec.key)
+        self._send_state()  # a build takes long: say that it began
+        began = self._clock()
+        try:
+            engine = self._engines[model] = self._build(spec)
+        except Exception as error:
+            return BuildFailed(model, _reason("device.build_failed", model, error))
+        took_s = self._clock() - began
+        log.info("device.built", model=model, took_ms=round(took_s * 1e3), weights_pages=engine.weights_pages)
+        return Built(model, took_s, engine.weights_pages, engine.kv_pages_least)
+
+    def _close(self, model: ModelKey) -> Event:
+        """Whatever it raises, it is gone; pages that it did not give back are found missing when the device rests."""
+        self._unfit.discard(model)
+        try:
+            self._engines.pop(model).close()
+        except Exception as error:
+            _reason("device.close_failed", model, error)
+        return Closed(model)
+
+    # ── transfers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _fetch(self, fetch: Fetch, engine: Engine) -> Event | None:
+        began = self._clock()
+        try:
+            engine.fetch(fetch.kv_pages)
+        except Exception as error:
+            return FetchFailed(fetch.model, _reason("device.fetch_failed", fetch.model, error), engine.held())
+        self._transfers[fetch.model] = partial(self._arrived, fetch.model, began)
+        return None
+
+    def _park(self, model: ModelKey, engine: Engine) -> None:
+        engine.park()
+        self._transfers[model] = partial(self._parked, model)
+
+    def _look_at_transfers(self) -> None:
+        for model, look in list(self._transfers.items()):
+            self._ask(model, look)
+
+    def _arrived(self, model: ModelKey, began: float, engine: Engine) -> Event | None:
+        try:
+            if not engine.arrived():
+                return None
+        except Exception as error:
+            del self._transfers[model]
+            return FetchFailed(model, _reason("device.fetch_failed", model, error), engine.held())
+        del self._transfers[model]
+        return Fetched(model, self._clock() - began, engine.held())
+
+    def _parked(self, model: ModelKey, engine: Engine) -> Event | None:
+        if not engine.parked():
+            return None
+        del self._transfers[model]
+        return Parked(model, engine.held())
 
     # ── reporting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -171,37 +257,80 @@ class Device:
         if self._made:
             self._pipe.send(Made(self._made))
             self._made = {}
-        residencies = [model.residency for model in self.instance.models.values()]
-        if residencies != self._residencies or self._clock() - self._state_at >= STATE_PERIOD_S:
-            self._residencies, self._state_at = residencies, self._clock()
+        since_s = self._clock() - self._state_at
+        moved = self.instance.moves != self._moves
+        if since_s >= STATE_PERIOD_S or (moved and since_s >= STATE_PAUSE_S):
             self._send_state()
 
     def _send_state(self) -> None:
-        turn = self.instance.turn
-        models = {str(key): model.state() for key, model in self.instance.models.items()}
-        state = State(turn.holder if turn else "", self.instance.switches, models)
+        self._state_at, self._moves = self._clock(), self.instance.moves
+        pages, turn = self.instance.pages, self.instance.turn
+        state = State(
+            holder=turn.holder if turn else "",
+            switches=self.instance.switches,
+            page_bytes=pages.page_bytes,
+            pages_total=pages.total,
+            pages_used=pages.used,
+            models={str(key): model.state(pages.of(key)) for key, model in self.instance.models.items()},
+        )
         if state != self._state:
             self._state = state
             self._pipe.send(state)
 
     def _rest(self) -> None:
-        """Nothing for the device: sleep until a command comes or a model's idle time is up."""
+        """Nothing for the device: sleep until a command comes, a transfer is over or a model's idle time is up."""
+        if self._transfers:
+            self._pipe.wait(TRANSFER_POLL_S)
+            return
         self.instance.check()
+        used, booked = self._build.pages_used(), self.instance.pages.used
+        assert used == booked, f"the pool counts {used} pages in use, and the models hold {booked}"
         self._send_state()
         tick_at = self.instance.next_tick()
         self._pipe.wait(None if tick_at is None else tick_at - self._clock())
 
 
+def _add(request: Request, engine: Engine) -> Event:
+    try:
+        engine.add(request.id, request.payload)
+    except BadRequest as error:
+        return Refused(request.id, request.model, str(error))
+    return Told(request.model, engine.held())
+
+
+def _abort(model: ModelKey, requests: list[RequestId], engine: Engine) -> Event:
+    engine.abort(requests)
+    return Told(model, engine.held())
+
+
+def _resize(effect: Evict | Grow | Shrink, engine: Engine) -> Event | None:
+    match effect:
+        case Evict(_, pages):
+            engine.evict(pages)
+        case Shrink(_, pages):
+            engine.shrink(pages)
+        case Grow(model, pages):
+            engine.grow(pages)
+            return Told(model, engine.held())
+    return None
+
+
+def _reason(what: str, model: ModelKey, error: Exception) -> str:
+    """Logged whole; for clients an engine's own sentence, and of anything else no more than its kind."""
+    log.error(what, model=model, error=type(error).__name__, detail=str(error)[:300])
+    return str(error) if isinstance(error, EngineError) else type(error).__name__
+
+
 def main() -> None:
-    """`python -m runtime.device FD POLICY KV_BYTES`, started by the node with its end of the pipe as FD."""
-    fd, policy, kv_bytes = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    """`python -m runtime.device FD POLICY POOL_BYTES HOST_BYTES`, started by the node; FD is this end of the pipe."""
+    fd, policy, pool_bytes, host_bytes = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     observe.configure_logs("device")
-    from runtime.engine.vllm import Builder  # seconds: only this process pays
+    from runtime.engine.builder import Builder as EngineBuilder  # seconds: only this process pays
 
     pipe = DeviceEnd(socket.socket(fileno=fd))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the node decides when this process ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    Device(pipe, POLICIES[policy], Builder(kv_bytes), time.monotonic).run()
+    Device(pipe, POLICIES[policy], EngineBuilder(pool_bytes, host_bytes), time.monotonic).run()
     os._exit(0)  # vLLM's exit handlers tear down what is going anyway
 
 

@@ -1,23 +1,24 @@
 """Everything the Instance machine hears (events) and everything it asks for (effects). Pure values.
 
-The device is one: at most one of Load, Unload and Step is under way, and its event (Loaded, Unloaded, Stepped, or the
-failure) must come before the machine asks for the next. Structs, not dataclasses: some are made for every token, and a
-frozen dataclass takes ten times as long to make.
+Device effects (Build, Step, Check, Close) use the device: one at a time, and each is answered by one event before the
+next is asked for. Memory effects move pages and wait for nobody: Evict, Grow and Shrink are done at once, Fetch and
+Park begin a transfer whose end is heard later. All are carried out in the order in which they were asked for. Structs,
+not dataclasses: some are made for every token, and a frozen dataclass takes ten times as long to make.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from runtime.engine.base import Output
+from runtime.engine.base import Held, Output
 from runtime.request import ModelKey, Request, RequestId
 from store.wire import EngineSpec, Finish
 
-# ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── events: commands ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """This runtime is to be able to serve the model; it is loaded once to prove that it can be."""
+    """This runtime is to be able to serve the model; it is brought in once to prove that it can be."""
 
     spec: EngineSpec
 
@@ -43,16 +44,17 @@ class Ordered(msgspec.Struct, frozen=True):
     awake: bool
 
 
-class Loaded(msgspec.Struct, frozen=True):
+# ── events: answers to device effects ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Built(msgspec.Struct, frozen=True):
     model: ModelKey
     took_s: float
+    weights_pages: int  # all of its weights
+    kv_pages_least: int  # with fewer it could not serve its longest request
 
 
-class Unloaded(msgspec.Struct, frozen=True):
-    model: ModelKey
-
-
-class LoadFailed(msgspec.Struct, frozen=True):
+class BuildFailed(msgspec.Struct, frozen=True):
     model: ModelKey
     error: str
 
@@ -61,10 +63,60 @@ class Stepped(msgspec.Struct, frozen=True):
     model: ModelKey
     outputs: list[Output]
     busy: bool  # whether the engine has more to do
+    held: Held
 
 
 class StepFailed(msgspec.Struct, frozen=True):
     """The engine raised in its step: it is unfit, its requests are lost."""
+
+    model: ModelKey
+    error: str
+
+
+class Checked(msgspec.Struct, frozen=True):
+    model: ModelKey
+    wrong: str | None  # what is: then it must not serve
+    held: Held
+
+
+class Closed(msgspec.Struct, frozen=True):
+    model: ModelKey
+
+
+# ── events: memory ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Fetched(msgspec.Struct, frozen=True):
+    model: ModelKey
+    took_s: float
+    held: Held
+
+
+class FetchFailed(msgspec.Struct, frozen=True):
+    """It could not begin, or broke off; the engine is as before and can be fetched again."""
+
+    model: ModelKey
+    error: str
+    held: Held
+
+
+class Parked(msgspec.Struct, frozen=True):
+    model: ModelKey
+    held: Held
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What the engine has and wants changed without a step: requests came or went, or it grew, perhaps by less."""
+
+    model: ModelKey
+    held: Held
+
+
+# ── events: failures of the engine ────────────────────────────────────────────────────────────────────────────────────
+
+
+class EngineFailed(msgspec.Struct, frozen=True):
+    """The engine raised outside a step: it is unfit as well. If the device is to step or check it, that fails too."""
 
     model: ModelKey
     error: str
@@ -78,47 +130,104 @@ class Refused(msgspec.Struct, frozen=True):
     error: str
 
 
-class Tick(msgspec.Struct, frozen=True):
-    """Time went by."""
-
-
 Event = (
     Placed
     | Withdrawn
     | Arrived
     | Cancelled
     | Ordered
-    | Loaded
-    | Unloaded
-    | LoadFailed
+    | Built
+    | BuildFailed
     | Stepped
     | StepFailed
+    | Checked
+    | Closed
+    | Fetched
+    | FetchFailed
+    | Parked
+    | Told
+    | EngineFailed
     | Refused
-    | Tick
 )
 
-# ── effects ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── device effects ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Load(msgspec.Struct, frozen=True):
+class Build(msgspec.Struct, frozen=True):
+    """Make the engine; it holds no pages yet."""
+
     spec: EngineSpec
-
-
-class Unload(msgspec.Struct, frozen=True):
-    """Give the engine and its memory back; its requests, if any, were ended before."""
-
-    model: ModelKey
 
 
 class Step(msgspec.Struct, frozen=True):
     model: ModelKey
 
 
+class Check(msgspec.Struct, frozen=True):
+    """Does it still say what it said when it was read from its files?"""
+
+    model: ModelKey
+
+
+class Close(msgspec.Struct, frozen=True):
+    """Give the engine and its memory back; its requests, if any, were ended before."""
+
+    model: ModelKey
+
+
+DeviceEffect = Build | Step | Check | Close
+
+# ── memory effects: pages ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """Bring in what is missing of the weights, and parked requests into `kv_pages`."""
+
+    model: ModelKey
+    kv_pages: int
+
+
+class Park(msgspec.Struct, frozen=True):
+    """Take its requests and its KV cache out; the weights stay as clean cache."""
+
+    model: ModelKey
+
+
+class Evict(msgspec.Struct, frozen=True):
+    """Of clean weights."""
+
+    model: ModelKey
+    pages: int
+
+
+class Grow(msgspec.Struct, frozen=True):
+    """The KV cache; answered by Told."""
+
+    model: ModelKey
+    pages: int
+
+
+class Shrink(msgspec.Struct, frozen=True):
+    """The KV cache, of its spare pages."""
+
+    model: ModelKey
+    pages: int
+
+
+MemoryEffect = Fetch | Park | Evict | Grow | Shrink
+
+# ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 class Add(msgspec.Struct, frozen=True):
+    """Answered by Told, or by Refused."""
+
     request: Request
 
 
 class Abort(msgspec.Struct, frozen=True):
+    """Answered by Told."""
+
     model: ModelKey
     requests: list[RequestId]
 
@@ -139,4 +248,4 @@ class Lose(msgspec.Struct, frozen=True):
     finish: Finish = Finish.ERROR
 
 
-Effect = Load | Unload | Step | Add | Abort | Tell | Lose
+Effect = DeviceEffect | MemoryEffect | Add | Abort | Tell | Lose

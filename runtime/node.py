@@ -53,7 +53,7 @@ class Node:
         self._epoch = time.time_ns() // 1_000_000
         self._gateways: dict[str, Gateway] = {}
         self._specs: dict[str, wire.EngineSpec] = {}
-        self._state = pipe.State("", 0, {})
+        self._state = pipe.State()
         self._device: pipe.NodeEnd | None = None
         self._engine = ""
         self._draining = False
@@ -174,7 +174,7 @@ class Node:
     async def _keep_device(self) -> None:
         while not self._draining:
             await self._serve_device()
-            self._device, self._state = None, pipe.State("", 0, {})
+            self._device, self._state = None, pipe.State()
             await self._lose_all("the runtime lost its device process")
             if not self._draining:
                 log.error("node.device_lost", restart_in_s=RESTART_PAUSE_S)
@@ -199,7 +199,7 @@ class Node:
     async def _start_device(self, fd: int) -> asyncio.subprocess.Process:
         settings = self._settings
         environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "PYTHONUNBUFFERED": "1"}
-        arguments = [str(fd), settings.policy, str(settings.kv_bytes)]
+        arguments = [str(fd), settings.policy, str(int(settings.device_memory)), str(int(settings.host_cache))]
         return await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "runtime.device", *arguments, env=environment, pass_fds=[fd]
         )
@@ -266,6 +266,9 @@ class Node:
             draining=self._draining,
             holder=self._state.holder,
             switches=self._state.switches,
+            page_bytes=self._state.page_bytes,
+            pages_total=self._state.pages_total,
+            pages_used=self._state.pages_used,
             models=self._state.models,
         )
 

@@ -65,11 +65,14 @@ class Made(msgspec.Struct, frozen=True, tag=True):
 
 
 class State(msgspec.Struct, frozen=True, tag=True):
-    """All models as they are now; sent when something but token counts changed, and every second while working."""
+    """All models as they are now; sent soon after one moved, when the device comes to rest, and every second."""
 
-    holder: str
-    switches: int
-    models: dict[str, wire.ModelState]
+    holder: str = ""
+    switches: int = 0
+    models: dict[str, wire.ModelState] = {}
+    page_bytes: int = 0
+    pages_total: int = 0
+    pages_used: int = 0
 
 
 ToNode = Ready | Made | State
@@ -100,7 +103,6 @@ class DeviceEnd:
         self._socket = end
         self._in = bytearray()
         self._out = bytearray()
-        self._poll = select.poll()
         self.closed = False
 
     @property
@@ -148,9 +150,11 @@ class DeviceEnd:
         return messages
 
     def wait(self, timeout_s: float | None) -> None:
-        """Until there is something to receive, the backlog can move, or the time is up."""
-        self._poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._out else 0))
-        self._poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1e3)
+        """Until there is something to receive, the backlog can move, or the time is up.
+
+        By `select`: `poll` counts whole milliseconds, and a transfer may be over sooner."""
+        readers, writers = [self._socket], [self._socket] if self._out else []
+        select.select(readers, writers, [], None if timeout_s is None else max(0.0, timeout_s))
         if self._out:
             self.flush()
 

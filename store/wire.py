@@ -184,10 +184,11 @@ class Residency(IntEnum):
     """Where a model is on a runtime."""
 
     COLD = 0  # nothing of it in memory
-    LOADING = 1
+    LOADING = 1  # on its way to the host's memory, or from there to the device
     RESIDENT = 2  # engine built, weights in device memory
     FAILED = 3
     LEAVING = 4  # giving its memory back
+    STAGED = 5  # engine built, weights in the host's memory; on the device at most as a cache
 
 
 class ModelState(Message, frozen=True, kw_only=True, tag=True):
@@ -195,11 +196,15 @@ class ModelState(Message, frozen=True, kw_only=True, tag=True):
 
     residency: Residency
     error: str = ""
-    load_ms: float = 0.0  # what the last load took
+    load_ms: float = 0.0  # what its last way to RESIDENT took, the building too if it was COLD; 0: it never was
     running: int = 0  # requests in the engine
     waiting: int = 0  # requests held until it is resident
     turns: int = 0
     tokens: int = 0
+    weights_pages: int = 0  # of the device's pool, now
+    kv_pages: int = 0
+    fetches: int = 0  # from the host's memory to the device
+    fetch_ms: float = 0.0  # what the last took
 
 
 class Lease(Message, frozen=True, kw_only=True, tag=True):
@@ -211,6 +216,9 @@ class Lease(Message, frozen=True, kw_only=True, tag=True):
     draining: bool = False
     holder: str = ""  # key of the model whose turn it is; empty when the device is idle
     switches: int = 0
+    page_bytes: int = 0
+    pages_total: int = 0  # of the device's pool
+    pages_used: int = 0
     models: dict[str, ModelState] = {}
 
 

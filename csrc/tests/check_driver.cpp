@@ -83,40 +83,45 @@ namespace symbols {
 STACCATO_CUDA_FUNCTIONS(DEFINE)
 }  // namespace symbols
 #define TEXT(expanded) #expanded
+#define SYMBOL(name) TEXT(name)
 #define SAME_FUNCTION(our, their)                                                                         \
     static_assert(check(decltype(ours::Driver::our){}, static_cast<decltype(&their)>(nullptr)), #their); \
-    static_assert(symbols::our == SYMBOL(their), #their)
-#define SYMBOL(name) TEXT(name)
-SAME_FUNCTION(init, cuInit);
-SAME_FUNCTION(error_string, cuGetErrorString);
-SAME_FUNCTION(device_get, cuDeviceGet);
-SAME_FUNCTION(device_attribute, cuDeviceGetAttribute);
-SAME_FUNCTION(context_retain, cuDevicePrimaryCtxRetain);
-SAME_FUNCTION(context_release, cuDevicePrimaryCtxRelease);
-SAME_FUNCTION(context_push, cuCtxPushCurrent);
-SAME_FUNCTION(context_pop, cuCtxPopCurrent);
-SAME_FUNCTION(memory_info, cuMemGetInfo);
-SAME_FUNCTION(granularity, cuMemGetAllocationGranularity);
-SAME_FUNCTION(address_reserve, cuMemAddressReserve);
-SAME_FUNCTION(address_free, cuMemAddressFree);
-SAME_FUNCTION(page_create, cuMemCreate);
-SAME_FUNCTION(page_release, cuMemRelease);
-SAME_FUNCTION(page_export, cuMemExportToShareableHandle);
-SAME_FUNCTION(map, cuMemMap);
-SAME_FUNCTION(unmap, cuMemUnmap);
-SAME_FUNCTION(set_access, cuMemSetAccess);
-SAME_FUNCTION(stream_create, cuStreamCreate);
-SAME_FUNCTION(stream_destroy, cuStreamDestroy);
-SAME_FUNCTION(stream_synchronize, cuStreamSynchronize);
-SAME_FUNCTION(stream_wait_event, cuStreamWaitEvent);
-SAME_FUNCTION(event_create, cuEventCreate);
-SAME_FUNCTION(event_destroy, cuEventDestroy);
-SAME_FUNCTION(event_record, cuEventRecord);
-SAME_FUNCTION(event_query, cuEventQuery);
-SAME_FUNCTION(event_synchronize, cuEventSynchronize);
-SAME_FUNCTION(copy_to_device, cuMemcpyHtoDAsync);
-SAME_FUNCTION(copy_to_host, cuMemcpyDtoHAsync);
-SAME_FUNCTION(copy_2d, cuMemcpy2DAsync);
-SAME_FUNCTION(fill, cuMemsetD8Async);
-SAME_FUNCTION(host_register, cuMemHostRegister);
-SAME_FUNCTION(host_unregister, cuMemHostUnregister);
+    static_assert(symbols::our == SYMBOL(their), #their);
+#define COMPARED(X)                               \
+    X(init, cuInit)                               \
+    X(error_string, cuGetErrorString)             \
+    X(device_get, cuDeviceGet)                    \
+    X(device_attribute, cuDeviceGetAttribute)     \
+    X(context_retain, cuDevicePrimaryCtxRetain)   \
+    X(context_release, cuDevicePrimaryCtxRelease) \
+    X(context_push, cuCtxPushCurrent)             \
+    X(context_pop, cuCtxPopCurrent)               \
+    X(memory_info, cuMemGetInfo)                  \
+    X(granularity, cuMemGetAllocationGranularity) \
+    X(address_reserve, cuMemAddressReserve)       \
+    X(address_free, cuMemAddressFree)             \
+    X(page_create, cuMemCreate)                   \
+    X(page_release, cuMemRelease)                 \
+    X(page_export, cuMemExportToShareableHandle)  \
+    X(map, cuMemMap)                              \
+    X(unmap, cuMemUnmap)                          \
+    X(set_access, cuMemSetAccess)                 \
+    X(stream_create, cuStreamCreate)              \
+    X(stream_destroy, cuStreamDestroy)            \
+    X(stream_synchronize, cuStreamSynchronize)    \
+    X(stream_wait_event, cuStreamWaitEvent)       \
+    X(event_create, cuEventCreate)                \
+    X(event_destroy, cuEventDestroy)              \
+    X(event_record, cuEventRecord)                \
+    X(event_query, cuEventQuery)                  \
+    X(event_synchronize, cuEventSynchronize)      \
+    X(copy_to_device, cuMemcpyHtoDAsync)          \
+    X(copy_to_host, cuMemcpyDtoHAsync)            \
+    X(copy_2d, cuMemcpy2DAsync)                   \
+    X(fill, cuMemsetD8Async)                      \
+    X(host_register, cuMemHostRegister)           \
+    X(host_unregister, cuMemHostUnregister)
+COMPARED(SAME_FUNCTION)
+
+#define COUNT(...) +1
+static_assert(0 COMPARED(COUNT) == 0 STACCATO_CUDA_FUNCTIONS(COUNT), "a function of the driver is not compared");

@@ -1,5 +1,7 @@
 // What threads may do to each other, through the C face, for the sanitizers to watch: `test_memory host`, and
 // `test_memory cuda` with the fake driver. What it promises in one thread is tested in tests/runtime/test_memory.py.
+#include <dlfcn.h>
+
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -85,10 +87,7 @@ void in_threads(int count, const std::function<void(int)>& work) {
 }
 
 bool filled(const unsigned char* bytes, uint64_t count, unsigned char value) {
-    for (uint64_t i = 0; i < count; i++) {
-        if (bytes[i] != value) return false;
-    }
-    return true;
+    return bytes[0] == value && std::memcmp(bytes, bytes + 1, count - 1) == 0;
 }
 
 void owners_never_see_each_others_pages() {
@@ -136,7 +135,7 @@ void loads_and_cancels_of_many_threads_lose_no_page() {
     in_threads(6, [&](int thread) {
         Reservation reservation(device, 16);
         std::minstd_rand random(static_cast<unsigned>(thread + 1));
-        for (int round = 0; round < 60; round++) {
+        for (int round = 0; round < 40; round++) {
             const stc_segment segments[] = {{0, 0, 9 * PAGE}, {9 * PAGE + 100, 9 * PAGE + 100, 5 * PAGE}};
             stc_ticket ticket;
             const int code = stc_load(reservation.handle, cache.handle, segments, 2, 2 * PAGE, &ticket);
@@ -181,7 +180,7 @@ void blocks_survive_faults_and_company() {
     });
     in_threads(4, [&](int thread) {
         Reservation reservation(device, 16);
-        for (int round = 0; round < 80; round++) {
+        for (int round = 0; round < 60; round++) {
             stc_ticket ticket;
             if (thread == 3) {
                 const stc_segment segment{0, 0, 12 * PAGE};
@@ -216,6 +215,34 @@ void blocks_survive_faults_and_company() {
                 static_cast<unsigned long long>(device.stats().unmap_failures));
 }
 
+// Each thread captures every other allocation that it makes in the object; all are freed there.
+void captures_of_many_threads_are_not_mixed_up(const char* name) {
+    void* object = dlopen(name, RTLD_LAZY);
+    EXPECT(object);
+    const auto allocate = reinterpret_cast<void* (*)(size_t, size_t)>(dlsym(object, "allocate"));
+    const auto give_back = reinterpret_cast<void (*)(void*)>(dlsym(object, "give_back"));
+    EXPECT(allocate && give_back && stc_capture_install(name) == STC_OK);
+    in_threads(6, [&](int thread) {
+        alignas(64) unsigned char places[4][256];
+        const size_t bytes = static_cast<size_t>(100 + thread);
+        for (int round = 0; round < 500; round++) {
+            unsigned char* place = places[round % 4];
+            uint64_t taken;
+            EXPECT(stc_capture_next(bytes, bytes, 1, place) == STC_OK);
+            void *other = allocate(64, 99), *captured = allocate(64, bytes), *late = allocate(64, bytes);
+            EXPECT(stc_capture_taken(&taken) == STC_OK && taken == bytes);
+            EXPECT(captured == place && other != place && late != place);
+            std::memset(captured, thread, bytes);
+            for (void* memory : {other, captured, late}) give_back(memory);
+            EXPECT(filled(place, bytes, static_cast<unsigned char>(thread)));
+            EXPECT(stc_capture_forget(place) == STC_OK);
+        }
+    });
+}
+
+void captures_of_an_object_that_binds_late() { captures_of_many_threads_are_not_mixed_up("liballocates_late.so"); }
+void captures_of_an_object_that_is_sealed() { captures_of_many_threads_are_not_mixed_up("liballocates_sealed.so"); }
+
 struct {
     const char* name;
     void (*run)();
@@ -224,6 +251,8 @@ struct {
     {"a late unmap leaves the newer mapping alone", a_late_unmap_leaves_the_newer_mapping_alone},
     {"loads and cancels of many threads lose no page", loads_and_cancels_of_many_threads_lose_no_page},
     {"blocks survive faults and company", blocks_survive_faults_and_company},
+    {"captures of an object that binds late", captures_of_an_object_that_binds_late},
+    {"captures of an object that is sealed", captures_of_an_object_that_is_sealed},
 };
 
 }  // namespace

@@ -1,4 +1,11 @@
-"""What the runtime asks of an engine: one model, built once, moved one step at a time. Pure; vllm.py carries it out."""
+"""What the runtime asks of an engine: one model, built once, moved one step at a time, its memory taken and given back
+while it lives. Pure; vllm.py carries it out.
+
+Memory is counted in pages of the device's pool. An engine is built off the pool and holds no pages then. `fetch`
+brings it in, `park` takes its requests out, `evict` gives back what of its weights is left as clean cache; between
+those it may `grow` and `shrink` its KV cache. None of these waits for a transfer: `arrived` and `parked` say how far it
+is.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +36,66 @@ class Output(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
+class Held(msgspec.Struct, frozen=True):
+    """What an engine has of the pool, in pages, and what it could use."""
+
+    weights: int = 0  # mapped, or clean cache
+    kv: int = 0  # mapped
+    kv_wanted: int = 0  # that the requests it has, parked ones too, need for their next step; `kv` may be more or less
+    kv_spare: int = 0  # of `kv`, what holds nothing but prefixes of requests that ended
+
+
 class Engine(Protocol):
     """One model. Not thread-safe, and steps of two engines of one process must never overlap."""
 
+    weights_pages: int  # all of its weights
+    kv_pages_least: int  # with so many, one request of the longest length can be served to its end
+
+    def held(self) -> Held:
+        """Cheap: asked after every step."""
+
     def add(self, request: RequestId, payload: bytes) -> None:
-        """Queue a request written by the engine's front half. Raises BadRequest."""
+        """Queue a request written by the engine's front half; touches no device memory. Raises BadRequest."""
 
     def abort(self, requests: list[RequestId]) -> None:
-        """Forget these requests; ids the engine does not know are ignored. No output follows."""
+        """Forget these requests, parked ones too; ids the engine does not know are ignored. No output follows."""
 
     def busy(self) -> bool:
-        """Whether a step would do something."""
+        """Whether any request is unfinished, parked or on its way in."""
 
     def step(self) -> list[Output]:
-        """One iteration of the batch. Any exception leaves the engine unfit: close it."""
+        """One iteration of the batch, with the requests that are in; waits for the first of them if none is yet.
+
+        With too little KV cache it computes what it can, and nothing when that is nothing. Needs `arrived`. Any
+        exception leaves the engine unfit: close it."""
+
+    def fetch(self, kv_pages: int) -> None:
+        """Begin to bring in the missing weights, and the parked requests as far as `kv_pages` suffice.
+
+        `kv_pages` are all it has then. Raises EngineError when the pool has too little; all is as before."""
+
+    def arrived(self) -> bool:
+        """Whether a step can be made: all weights are in and a request, if there is any. Raises EngineError when the
+        transfer failed: the weights are as before `fetch`, the requests parked."""
+
+    def check(self) -> str | None:
+        """Compare what it says now with what it said when its weights were read from their files; what is wrong, or
+        None. Takes a few steps; needs `arrived`. A model with something wrong must not serve: close it."""
+
+    def park(self) -> None:
+        """Take all requests out, beginning their copies to the host, and leave the weights as clean cache."""
+
+    def parked(self) -> bool:
+        """Whether all requests are safe on the host and all of the KV cache's pages are given back."""
+
+    def grow(self, kv_pages: int) -> None:
+        """Take so many pages more for the KV cache; fewer if the pool has too few or refuses: see `held`."""
+
+    def shrink(self, kv_pages: int) -> None:
+        """Give so many pages of the KV cache back, of those that are spare."""
+
+    def evict(self, weights_pages: int) -> None:
+        """Give so many pages of clean weights back."""
 
     def close(self) -> None:
         """Give everything back without harming the other engines of the process."""
@@ -52,6 +105,11 @@ class Build(Protocol):
     """Makes engines; the only thing the device process knows of vLLM."""
 
     version: str
+    pages_total: int  # of the device's pool
+    page_bytes: int
 
     def __call__(self, spec: EngineSpec) -> Engine:
-        """Build the engine and load its weights. Raises EngineError."""
+        """Build the engine and put its weights into the host's cache; takes no pages. Raises EngineError."""
+
+    def pages_used(self) -> int:
+        """Of the pool, by its own count: what all engines hold, when nothing moves."""

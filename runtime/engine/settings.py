@@ -28,13 +28,13 @@ def check_version() -> str:
     return f"vllm-{vllm.__version__.split('+')[0]}"
 
 
-def engine_args(spec: EngineSpec, **more: Any) -> EngineArgs:
+def engine_args(spec: EngineSpec, load_format: str = "safetensors", **more: Any) -> EngineArgs:
     return EngineArgs(
         model=spec.path,
         tokenizer=spec.path,
         dtype=spec.dtype,  # type: ignore[arg-type]
         max_model_len=spec.max_model_len,
-        load_format="safetensors",
+        load_format=load_format,
         trust_remote_code=False,
         enforce_eager=True,
         async_scheduling=False,  # a step is a step: nothing may be in flight when the turn ends

@@ -1,4 +1,5 @@
-"""vLLM's engine cores, many in one process: with gateway/front.py the only place that knows vLLM's inside.
+"""vLLM's engine cores, many in one process, over one pool of pages: with its neighbours here and gateway/front.py the
+only place that knows vLLM's inside.
 
 One `EngineCore` per model, built in this process and stepped by our loop. What makes that safe (each met in practice):
 the cores share process-wide state, so steps never overlap and a core's `shutdown`, which destroys the process groups of
@@ -8,53 +9,58 @@ every core, is never called: `close` takes apart only what is the core's own.
 from __future__ import annotations
 
 import gc
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # cores live in this process
-
-from runtime.engine.settings import check_version, engine_args  # isort: skip  (sets vLLM's environment, so: first)
-
+import structlog
+import torch
 from pydantic import ValidationError
-from vllm.usage.usage_lib import UsageContext
+from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.executor import Executor
+from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
-from runtime.engine.base import BadRequest, Engine, EngineError, Output
+from runtime.engine.base import BadRequest, EngineError, Held, Output
+from runtime.engine.scheduler import PooledScheduler
+from runtime.engine.worker import Home
+from runtime.memory.images import Image, ImageKey, Images
+from runtime.memory.kv import KvRegion
+from runtime.memory.native import Backend, PoolError, Ticket
+from runtime.memory.weights import Weights
 from runtime.request import RequestId
-from store.wire import EngineSpec, Finish
+from store.wire import Finish
+
+log = structlog.get_logger()
 
 INLINE_MOST = 1 << 62  # bytes: arrays always inside the one buffer we ship
-
-
-class Builder:
-    """Builds engines for specs, each with `kv_bytes` of KV cache."""
-
-    def __init__(self, kv_bytes: int) -> None:
-        self.version = check_version()
-        self._kv_bytes = kv_bytes
-
-    def __call__(self, spec: EngineSpec) -> Engine:
-        try:
-            args = engine_args(spec, kv_cache_memory_bytes=self._kv_bytes)
-            config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
-            core = EngineCore(config, Executor.get_class(config), log_stats=False)
-        except Exception as error:  # vLLM raises what its layers raise: pydantic, torch, safetensors, OSError, ...
-            gc.collect()
-            raise EngineError(_first_line(error)) from error
-        return VllmEngine(core)
+GOLDEN_PROMPT, GOLDEN_TOKENS = 16, 8
+GOLDEN_ID = "staccato-golden"
 
 
 class VllmEngine:
-    """One EngineCore."""
+    """One EngineCore, its weights and its KV cache."""
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+    def __init__(self, core: EngineCore, home: Home, kv: KvRegion, images: Images) -> None:
+        assert isinstance(core.scheduler, PooledScheduler)
+        self._core, self._scheduler = core, core.scheduler
+        self._images = images
+        self.home, self.kv = home, kv
+        self.weights = Weights(home.reservation, home.used, images.cache)
+        self._scheduler.take_over(kv, images)
+        self._blocks = self._scheduler.blocks
+        self._golden: list[int] = []
+        self._golden_blocks = -(-(GOLDEN_PROMPT + GOLDEN_TOKENS) // self._scheduler.block_size)
+        self._activations = 0
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder(size_threshold=INLINE_MOST)
+        self.weights_pages = self.weights.pages
+        longest = -(-core.vllm_config.model_config.max_model_len // self._scheduler.block_size)
+        self.kv_pages_least = kv.pages_for(1 + longest)
+
+    # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def add(self, request: RequestId, payload: bytes) -> None:
         try:
@@ -62,18 +68,152 @@ class VllmEngine:
             message.request_id = request
             self._core.add_request(*self._core.preprocess_add_request(message))
         except Exception as error:
-            raise BadRequest(_first_line(error)) from error
+            raise BadRequest(first_line(error)) from error
 
     def abort(self, requests: list[RequestId]) -> None:
         self._core.abort_requests(list(requests))
 
     def busy(self) -> bool:
-        return self._core.scheduler.has_requests()
+        return bool(self._scheduler.requests)
 
     def step(self) -> list[Output]:
+        self._scheduler.prepare()
         outputs, executed = self._core.step()
         self._core.post_step(executed)
         return [self._output(output) for made in outputs.values() for output in made.outputs]
+
+    # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def held(self) -> Held:
+        scheduler, mapped = self._scheduler, len(self.kv.mapped)
+        if scheduler.has_room():
+            return Held(self.weights.held_pages, mapped, mapped, self._blocks.spare)
+        wanted = self.kv.pages_for(scheduler.blocks_wanted())
+        return Held(self.weights.held_pages, mapped, wanted, self._blocks.spare)
+
+    def fetch(self, kv_pages: int) -> None:
+        with _pool_errors():
+            self._open(kv_pages - len(self.kv.mapped))
+            self.weights.fetch()
+        self._scheduler.bring_in(leave=self._golden_blocks)  # there may be a check before the first step
+
+    def arrived(self) -> bool:
+        try:
+            if not self.weights.arrived():
+                return False
+        except PoolError as error:
+            self._scheduler.take_out(None)
+            self._scheduler.wait_all_out()
+            raise EngineError(str(error)) from error
+        self._scheduler.land()
+        return self._scheduler.inside > 0 or self._scheduler.arriving == 0
+
+    def park(self) -> None:
+        self._scheduler.take_out(self._written())
+        self.weights.leave()
+
+    def parked(self) -> bool:
+        if not self._scheduler.all_out():
+            return False
+        self._give_back(list(self.kv.mapped))
+        return True
+
+    def grow(self, kv_pages: int) -> None:
+        try:
+            self._open(kv_pages)
+        except PoolError as error:
+            log.warning("engine.not_grown", pages=kv_pages, error=str(error))
+
+    def shrink(self, kv_pages: int) -> None:
+        self._give_back(self._blocks.spare_pages()[:kv_pages])
+
+    def evict(self, weights_pages: int) -> None:
+        self.weights.evict(weights_pages, self._written())
+
+    def _open(self, pages: int) -> None:
+        if pages > 0:
+            self._blocks.open(self.kv.map(pages))
+
+    def _give_back(self, pages: list[int]) -> None:
+        self._blocks.retire(self.kv.blocks_on(pages))
+        self.kv.unmap(pages, self._written())
+
+    def _written(self) -> Ticket | None:
+        """Over when the device is done with all that the steps so far put to it; on the host a step ends with that."""
+        if self.kv.reservation.device.backend is Backend.HOST:
+            return None
+        return self.kv.reservation.device.stream_ticket(torch.cuda.current_stream().cuda_stream)
+
+    # ── integrity ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def move_in(self, image: Image, key: ImageKey, golden: list[int]) -> None:
+        """Built: from here on the weights are in the image, and nothing of them is on the device."""
+        self.weights.image, self.key, self._golden = image, key, golden
+        self.home.settle()
+
+    def check(self) -> str | None:
+        image = self.weights.image
+        assert image is not None
+        self._activations += 1
+        if not image.sample(self._activations):
+            return self._quarantine("its image in the host cache has changed")
+        said = self._say_alone()
+        if said != self._golden:
+            return self._quarantine(f"it says {said} where it said {self._golden} when it was read from its files")
+        return None
+
+    def stray_bytes(self) -> int:
+        """Of parameters and buffers that are not where their pages come and go."""
+        model = self._core.model_executor.driver_worker.worker.model_runner.model
+        home = range(self.home.reservation.address, self.home.reservation.address + self.home.reservation.bytes)
+        tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel())
+        return sum(tensor.nbytes for tensor in tensors if tensor.data_ptr() not in home)
+
+    def say_while_building(self) -> list[int]:
+        """What it says to the golden question, while it stands in scratch memory."""
+        blocks = range(1 + self._golden_blocks)
+        size = self.kv.pages_for(len(blocks)) * self.kv.page_bytes
+        self.kv.reservation.scratch(0, size, True)
+        self._blocks.open(blocks)
+        try:
+            return self._say_alone()
+        finally:
+            self._blocks.retire(blocks)
+            self.kv.reservation.scratch(0, size, False)
+
+    def _say_alone(self) -> list[int]:
+        config = self._core.vllm_config.model_config
+        length = min(GOLDEN_PROMPT, config.max_model_len // 2)
+        most = min(GOLDEN_TOKENS, config.max_model_len - length)
+        vocabulary = config.get_vocab_size()
+        request = EngineCoreRequest(
+            request_id=GOLDEN_ID,
+            prompt_token_ids=[(7919 * n + 1) % vocabulary for n in range(length)],
+            mm_features=None,
+            sampling_params=SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=GOLDEN_ID,
+            data_parallel_rank=None,
+        )
+        said: list[int] = []
+        with self._scheduler.alone():
+            self._core.add_request(*self._core.preprocess_add_request(request))
+            while self._scheduler.running or self._scheduler.waiting:
+                outputs, executed = self._core.step()
+                self._core.post_step(executed)
+                said += [
+                    token for made in outputs.values() for output in made.outputs for token in output.new_token_ids
+                ]
+                assert executed, "there is no block of KV cache for the golden question"
+        return said
+
+    def _quarantine(self, wrong: str) -> str:
+        self._images.discard(self.key)
+        return wrong
+
+    # ── outputs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _output(self, output: EngineCoreOutput) -> Output:
         finish, cached = output.finish_reason, output.prefill_stats
@@ -99,8 +239,12 @@ class VllmEngine:
         )
         return bytes(cast(bytes, data))
 
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
     def close(self) -> None:
         """Everything of this core and nothing of the others: `EngineCore.shutdown` would end the groups all share."""
+        self._scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self._scheduler.wait_all_out()
         core, self._core = self._core, None  # type: ignore[assignment]
         core.structured_output_manager.clear_backend()
         core.scheduler.shutdown()
@@ -108,12 +252,24 @@ class VllmEngine:
         clear_layer_kv_caches(context.values())
         core.model_executor.driver_worker.worker.model_runner.kv_caches.clear()
         context.clear()
+        del core, self._scheduler, self._blocks
         gc.unfreeze()  # EngineCore froze the heap when it was built: without this nothing of it would be collected
-        del core
         gc.collect()
+        gc.freeze()
+        self.kv.reservation.release()
+        self.weights.close()
+        self.home.leave()
 
 
-def _first_line(error: Exception) -> str:
+@contextmanager
+def _pool_errors() -> Iterator[None]:
+    try:
+        yield
+    except PoolError as error:
+        raise EngineError(str(error)) from error
+
+
+def first_line(error: Exception) -> str:
     """One sentence for a client: vLLM's messages may span pages and name internals below the first line."""
     if isinstance(error, ValidationError):
         return str(error.errors()[0]["msg"])[:500]

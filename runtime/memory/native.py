@@ -6,7 +6,8 @@ What each call does stands in csrc/staccato_memory.h. Every call lets go of the 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import POINTER, byref, c_double, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,7 +15,8 @@ from functools import cache
 from pathlib import Path
 
 LIBRARY = Path(__file__).parents[2] / "csrc/build/libstaccato_memory.so"
-ABI = 1
+ABI = 2
+MIXED = 0xFFFFFFFF  # the owner of a page that is being loaded, or whose load failed in the middle
 
 
 class Code(IntEnum):
@@ -91,7 +93,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """`owner` is the reservation whose bytes are in it, also when it is free; 0: nobody's."""
+    """`owner` is the reservation whose bytes are in it, also when it is free; 0: nobody's; MIXED: several owners'."""
 
     state: PageState
     owner: int
@@ -242,8 +244,12 @@ class Reservation:
         _check(_library().stc_residency(self._handle, offset, size, byref(mapped), byref(clean)))
         return mapped.value, clean.value
 
+    def scratch(self, offset: int, size: int, on: bool) -> None:
+        """Host only: ordinary memory below these empty pages, until it is taken away again or with the reservation."""
+        _check(_library().stc_scratch(self._handle, offset, size, on))
+
     def view(self, offset: int, size: int) -> memoryview:
-        """Host only. Touching it where nothing is mapped ends the process."""
+        """Host only. Touching it where nothing is mapped, and no scratch memory is, ends the process."""
         if self.device.backend is not Backend.HOST:
             raise PoolError(
                 Code.UNSUPPORTED, "only a host device's memory can be seen from the host: copy it to a cache"
@@ -358,6 +364,43 @@ class Cache:
         return memoryview((ctypes.c_char * size).from_address(self.address + offset)).cast("B")
 
 
+@dataclass(slots=True)
+class Captured:
+    """What `capture` caught."""
+
+    bytes: int = 0  # as many as were asked for; 0: no allocation was of the right size
+
+
+def capture_install(path: str) -> None:
+    """Let `capture` see the allocations of this shared object, which must be loaded. Again does no harm.
+
+    Raises Code.UNSUPPORTED where the machine is not x86-64 Linux with glibc, Code.STATE where the object is not loaded.
+    """
+    _check(_library().stc_capture_install(path.encode()))
+
+
+@contextmanager
+def capture(least: int, most: int, address: int, granule: int = 1) -> Iterator[Captured]:
+    """This thread's first allocation of `least` bytes, or of more in whole granules up to `most`, gets `address`.
+
+    Only what the installed objects ask posix_memalign for counts, and `address` must be as aligned as they want it.
+    `most` bytes must lie there. The result is filled in when the block ends, however it ends.
+    """
+    _check(_library().stc_capture_next(least, most, granule, address))
+    captured = Captured()
+    try:
+        yield captured
+    finally:
+        taken = c_uint64()
+        _check(_library().stc_capture_taken(byref(taken)))
+        captured.bytes = taken.value
+
+
+def capture_forget(address: int) -> None:
+    """After what was allocated there is freed, or abandoned: until then the object must not free it for real."""
+    _check(_library().stc_capture_forget(address))
+
+
 # ── the library as C has it ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -415,6 +458,7 @@ _SIGNATURES = {
     "stc_mark_clean": [c_void_p, c_uint64, c_uint64],
     "stc_residency": [c_void_p, c_uint64, c_uint64, c_void_p, c_void_p],
     "stc_export_page": [c_void_p, c_uint64, c_void_p, c_void_p],
+    "stc_scratch": [c_void_p, c_uint64, c_uint64, c_int],
     "stc_cache_open": [c_int, c_uint64, c_void_p, c_void_p, c_void_p],
     "stc_cache_close": [c_void_p],
     "stc_cache_commit": [c_void_p, c_uint64, c_uint64, c_void_p],
@@ -430,6 +474,10 @@ _SIGNATURES = {
     "stc_ticket_cancel": [c_void_p, c_uint64],
     "stc_stream_ticket": [c_void_p, c_void_p, c_void_p],
     "stc_stream_wait": [c_void_p, c_uint64, c_void_p, c_double],
+    "stc_capture_install": [ctypes.c_char_p],
+    "stc_capture_next": [c_uint64, c_uint64, c_uint64, c_void_p],
+    "stc_capture_taken": [c_void_p],
+    "stc_capture_forget": [c_void_p],
 }
 
 

@@ -1,4 +1,4 @@
-"""Whose turn it is: asked at every token boundary, answered from values. Pure."""
+"""Whose turn it is: asked when the turn ends or anything changed, answered from values. Pure."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ class Turn:
 class Turns(Protocol):
     """A turn policy."""
 
-    def next(self, ready: Sequence[ModelKey], turn: Turn | None) -> ModelKey:
-        """Who steps next. `ready` are the resident models with work, in the order they were placed, never empty."""
+    def order(self, models: Sequence[ModelKey]) -> Sequence[ModelKey]:
+        """When whose next turn comes, soonest first. `models` begin with the one that is longest without a turn.
+
+        Who can't step when its turn comes lets others go before, and keeps its place."""
+
+    def over(self, turn: Turn) -> bool:
+        """Whether the holder has had its share, so that others that can step go first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin:
-    """Each model with work steps `quota` times, then the next one in the order of placement."""
+    """Each model with work steps `quota` times, then the one that waited longest."""
 
     quota: int = 8
 
-    def next(self, ready: Sequence[ModelKey], turn: Turn | None) -> ModelKey:
-        if turn is None or turn.holder not in ready:
-            return ready[0]
-        if turn.steps < self.quota:
-            return turn.holder
-        return ready[(ready.index(turn.holder) + 1) % len(ready)]
+    def order(self, models: Sequence[ModelKey]) -> Sequence[ModelKey]:
+        return models
+
+    def over(self, turn: Turn) -> bool:
+        return turn.steps >= self.quota
 
 
 POLICIES: dict[str, Turns] = {"round-robin": RoundRobin()}

@@ -8,11 +8,9 @@ from gateway.rollout import loadable
 from gateway.status import phase
 from store.wire import ModelState, Residency
 
-COLD, LOADING, RESIDENT, FAILED, LEAVING = (
-    ModelState(residency=r)
-    for r in (Residency.COLD, Residency.LOADING, Residency.RESIDENT, Residency.FAILED, Residency.LEAVING)
-)
+COLD, LOADING, RESIDENT, FAILED, LEAVING, STAGED = (ModelState(residency=residency) for residency in Residency)
 SLEPT = ModelState(residency=Residency.COLD, load_ms=10.0)
+PARKED = ModelState(residency=Residency.STAGED, load_ms=10.0)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +26,10 @@ SLEPT = ModelState(residency=Residency.COLD, load_ms=10.0)
         ([FAILED, SLEPT], "awake", "asleep"),
         ([FAILED, RESIDENT], "awake", "awake"),
         ([LEAVING], "asleep", "asleep"),
+        ([STAGED], "awake", "deploying"),  # it was built, and not brought to the device yet
+        ([PARKED], "awake", "asleep"),
+        ([PARKED, RESIDENT], "awake", "awake"),
+        ([COLD, PARKED, FAILED], "awake", "asleep"),
     ],
 )
 def test_the_phase_is_that_of_the_runtime_that_is_furthest(
@@ -37,11 +39,8 @@ def test_the_phase_is_that_of_the_runtime_that_is_furthest(
 
 
 def test_a_revision_is_loadable_once_some_runtime_has_loaded_it() -> None:
-    assert [loadable([state]) for state in (COLD, LOADING, FAILED, SLEPT, RESIDENT)] == [
-        False,
-        False,
-        False,
-        True,
-        True,
-    ]
+    fetched_again = ModelState(residency=Residency.LOADING, load_ms=10.0)
+    failed_later = ModelState(residency=Residency.FAILED, load_ms=10.0)
+    assert all(loadable([state]) for state in (SLEPT, PARKED, RESIDENT, fetched_again))
+    assert not any(loadable([state]) for state in (COLD, STAGED, LOADING, FAILED, failed_later))
     assert loadable([FAILED, RESIDENT]) and not loadable([])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from runtime.engine.base import Engine, Output
@@ -42,6 +43,28 @@ def payload(prompt: Sequence[int], salt: str = "", **sampling: object) -> bytes:
         data_parallel_rank=None,
     )
     return bytes(MsgpackEncoder(size_threshold=1 << 62).encode(request)[0])
+
+
+def awake(engine: Engine, kv_pages: int = 4) -> Engine:
+    """The same engine, with its weights and so many pages of KV cache on the device."""
+    engine.fetch(kv_pages)
+    until(engine.arrived)
+    return engine
+
+
+def asleep(engine: Engine) -> Engine:
+    """The same engine, its requests parked, without a page."""
+    engine.park()
+    until(engine.parked)
+    engine.evict(engine.held().weights)
+    return engine
+
+
+def until(done: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, f"{done} is not true after {timeout_s} s"
+        time.sleep(1e-4)
 
 
 def drive(engines: Mapping[str, Engine], rng: random.Random) -> dict[RequestId, list[Output]]:

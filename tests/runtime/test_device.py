@@ -1,27 +1,46 @@
-"""The device's loop with a scripted engine: what a step made is on its way before the next step begins."""
+"""The device's loop with scripted engines: what a step made is on its way before the next step begins, and what fails
+costs the requests of one model."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
+from collections.abc import Callable
+
+import pytest
 
 from runtime import pipe
 from runtime.device import Device
-from runtime.engine.base import BadRequest, EngineError, Output
+from runtime.engine.base import BadRequest, EngineError, Held, Output
 from runtime.policy.turns import RoundRobin
 from runtime.request import RequestId
-from store.wire import EngineSpec, Finish, Residency, Run
-from tests.runtime.test_instance import spec
+from store.wire import EngineSpec, Finish, ModelState, Residency, Run
+from tests.runtime.world import spec
+
+PAGES_TOTAL, PAGE_BYTES = 8, 2 << 20
+WEIGHTS_PAGES = 3
+TOKENS = 3  # of each request
+DEADLINE_S = 20
 
 
 class Scripted:
-    """An engine that makes one token a step for each request and notes what it finds."""
+    """An engine that makes one token a step for each request and notes what it finds. A request needs one page of KV
+    cache. A transfer is over when somebody has looked at it a few times."""
 
-    def __init__(self, made: list[list[int]], node: pipe.DeviceEnd) -> None:
+    weights_pages = WEIGHTS_PAGES
+    kv_pages_least = 1
+
+    def __init__(self, made: list[list[int]]) -> None:
         self.requests: dict[RequestId, int] = {}
         self.seen_before_step: list[int] = []
-        self._made, self._node = made, node
+        self.calls: list[str] = []
+        self.weights = self.kv = 0
+        self._made, self._looks = made, 0
+
+    def held(self) -> Held:
+        wanted = len(self.requests)
+        return Held(self.weights, self.kv, wanted, max(0, self.kv - wanted))
 
     def add(self, request: RequestId, payload: bytes) -> None:
         if payload == b"bad":
@@ -38,47 +57,96 @@ class Scripted:
     def step(self) -> list[Output]:
         self.seen_before_step.append(len(self._made))
         outputs = []
-        for request in list(self.requests):
+        for request in list(self.requests)[: self.kv]:
             self.requests[request] += 1
-            last = self.requests[request] == 3
+            last = self.requests[request] == TOKENS
             outputs.append(Output(request, [self.requests[request]], Finish.LENGTH if last else None))
             if last:
                 del self.requests[request]
         return outputs
 
+    def fetch(self, kv_pages: int) -> None:
+        self.calls.append("fetch")
+        self.weights, self.kv, self._looks = WEIGHTS_PAGES, kv_pages, 0
+
+    def arrived(self) -> bool:
+        return self._over()
+
+    def check(self) -> str | None:
+        self.calls.append("check")
+        return None
+
+    def park(self) -> None:
+        self.calls.append("park")
+        self._looks = 0
+
+    def parked(self) -> bool:
+        if not self._over():
+            return False
+        self.kv = 0
+        return True
+
+    def _over(self) -> bool:
+        self._looks += 1
+        return self._looks > 3
+
+    def grow(self, kv_pages: int) -> None:
+        self.kv += kv_pages
+
+    def shrink(self, kv_pages: int) -> None:
+        self.kv -= kv_pages
+
+    def evict(self, weights_pages: int) -> None:
+        self.weights -= weights_pages
+
     def close(self) -> None:
-        self.requests.clear()
+        self.calls.append("close")
+        self.weights = self.kv = 0
 
 
 class Builder:
     version = "scripted"
+    pages_total = PAGES_TOTAL
+    page_bytes = PAGE_BYTES
 
-    def __init__(self, engine: Scripted) -> None:
-        self.engine = engine
+    def __init__(self, made: list[list[int]]) -> None:
+        self.engines: dict[str, Scripted] = {}
+        self.change: Callable[[Scripted], None] = lambda engine: None  # of every engine that is built
+        self._made = made
 
     def __call__(self, spec: EngineSpec) -> Scripted:
         if spec.key == "broken":
             raise EngineError("it can't be read")
-        return self.engine
+        engine = self.engines[spec.key] = Scripted(self._made)
+        self.change(engine)
+        return engine
+
+    def pages_used(self) -> int:
+        return sum(engine.weights + engine.kv for engine in self.engines.values())
 
 
 class Node:
     """The other end: reads in a thread of its own, as the node process does."""
 
     def __init__(self) -> None:
-        ours, theirs = pipe.pair()
+        self._ours, self._theirs = pipe.pair()
         self.made: list[list[int]] = []
         self.lost: list[str] = []
         self.states: list[pipe.State] = []
-        self.engine = Scripted(self.made, pipe.DeviceEnd(theirs))
-        self.device = Device(self.engine._node, RoundRobin(), Builder(self.engine), time.monotonic)
-        self._ours, self._theirs = ours, theirs
+        self.build = Builder(self.made)
+        self.device = Device(pipe.DeviceEnd(self._theirs), RoundRobin(), self.build, time.monotonic)
+        self._plans: list[tuple[Callable[[], bool], tuple[pipe.ToDevice, ...]]] = []
         self._reader = threading.Thread(target=self._read)
         self._streams = itertools.count(1)
 
-    def send(self, *messages: pipe.ToDevice) -> None:
-        for message in messages:
-            self._ours.sendall(pipe._framed(message))
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [made for made in self.made if made]
+
+    def model(self, key: str) -> ModelState:
+        """As last told."""
+        cold = ModelState(residency=Residency.COLD)
+        return self.states[-1].models.get(key, cold) if self.states else cold
 
     def start(self, payload: bytes = b"", model: str = "a") -> pipe.Start:
         run = Run(
@@ -88,11 +156,34 @@ class Node:
             request="",
             attempt=1,
             prompt_tokens=1,
-            max_tokens=3,
+            max_tokens=TOKENS,
             payload=payload,
             engine="scripted",
         )
         return pipe.Start(run)
+
+    def send(self, *messages: pipe.ToDevice) -> None:
+        for message in messages:
+            self._ours.sendall(pipe._framed(message))
+
+    def when(self, condition: Callable[[], bool], *messages: pipe.ToDevice) -> None:
+        """Sent as soon as it is true, after those of the conditions before."""
+        self._plans.append((condition, messages))
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Until it is true, after all conditions before."""
+        self.when(until, pipe.Quit())
+        late = threading.Timer(DEADLINE_S, lambda: self.send(pipe.Quit()))
+        self._reader.start()
+        late.start()
+        self.device.run()
+        late.cancel()
+        late.join()
+        self._theirs.close()
+        self._reader.join(5)
+        self._ours.close()
+        assert not self._reader.is_alive()
+        assert not self._plans, "what was waited for did not come"
 
     def _read(self) -> None:
         data = bytearray()
@@ -111,72 +202,169 @@ class Node:
             self.made.append([token for delta in message.deltas["g"] for token in delta.tokens])
         elif isinstance(message, pipe.State):
             self.states.append(message)
+        while self._plans and self._plans[0][0]():
+            self.send(*self._plans.pop(0)[1])
 
-    def run_until_quit(self) -> None:
-        """Everything that was sent is done, then the device ends."""
-        self._reader.start()
-        quitting = threading.Timer(0.5, lambda: self.send(pipe.Quit()))
-        quitting.start()
-        self.device.run()
-        quitting.join()
-        self._theirs.close()
-        self._reader.join(5)
-        self._ours.close()
-        assert not self._reader.is_alive()
+
+def failing_once(error: Exception, call: str) -> Callable[[Scripted], None]:
+    """The first `call` to the first engine raises; engines that are built later work."""
+    engines: list[Scripted] = []
+
+    def change(engine: Scripted) -> None:
+        engines.append(engine)
+        works = getattr(engine, call)
+
+        def fail_once(*args: object) -> object:
+            if engine is engines[0]:
+                setattr(engine, call, works)
+                raise error
+            return works(*args)
+
+        setattr(engine, call, fail_once)
+
+    return change
+
+
+# ── tokens ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_tokens_leave_before_the_next_step_begins() -> None:
+    def slow(engine: Scripted) -> None:
+        step = engine.step
+
+        def slow_step() -> list[Output]:
+            time.sleep(0.05)  # what was handed to the kernel has been read meanwhile
+            return step()
+
+        engine.step = slow_step  # type: ignore[method-assign]
+
     node = Node()
-    step = node.engine.step
-
-    def slow_step() -> list[Output]:
-        time.sleep(0.05)  # what was handed to the kernel has been read meanwhile
-        return step()
-
-    node.engine.step = slow_step  # type: ignore[method-assign]
+    node.build.change = slow
     node.send(pipe.Place(spec("a")), node.start())
-    node.run_until_quit()
+    node.run(until=lambda: len(node.made) == TOKENS)
     assert node.made == [[1], [2], [3]]
-    assert node.engine.seen_before_step == [0, 1, 2]
+    assert node.build.engines["a"].seen_before_step == [0, 1, 2]
 
 
 def test_a_request_the_engine_refuses_is_answered_and_the_others_go_on() -> None:
     node = Node()
     node.send(pipe.Place(spec("a")), node.start(b"bad"), node.start())
-    node.run_until_quit()
+    node.run(until=lambda: len(node.tokens) == TOKENS)
     assert node.lost == ["that is no request"]
-    assert [tokens for tokens in node.made if tokens] == [[1], [2], [3]]
+    assert node.tokens == [[1], [2], [3]]
+
+
+def test_quit_ends_an_idle_device() -> None:
+    node = Node()
+    node.run(until=lambda: True)
+
+
+# ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_models_that_do_not_fit_together_take_turns_on_the_same_pages() -> None:
+    """Three of them, each of three pages and two for its requests, on eight."""
+    node = Node()
+    node.send(*(pipe.Place(spec(key)) for key in "abc"), *(node.start(model=key) for key in "abcabc"))
+    node.run(until=lambda: all(node.model(key).tokens == 2 * TOKENS for key in "abc") and not node.states[-1].holder)
+    last = node.states[-1]
+    assert (last.pages_total, last.page_bytes) == (PAGES_TOTAL, PAGE_BYTES)
+    assert last.pages_used == sum(state.weights_pages + state.kv_pages for state in last.models.values()) <= PAGES_TOTAL
+    assert all(engine.calls[:2] == ["fetch", "check"] for engine in node.build.engines.values())
+    assert any("park" in engine.calls for engine in node.build.engines.values())
+
+
+def test_a_model_that_was_put_to_sleep_holds_nothing_and_wakes_for_a_request() -> None:
+    node = Node()
+    node.send(pipe.Place(spec("a")))
+    node.when(lambda: node.model("a").residency is Residency.RESIDENT, pipe.Order("a", awake=False))
+    node.when(lambda: node.model("a").residency is Residency.STAGED and node.states[-1].pages_used == 0, node.start())
+    node.run(until=lambda: len(node.tokens) == TOKENS)
+    assert node.build.engines["a"].calls == ["fetch", "check", "park", "fetch", "check"]
+
+
+def test_pages_that_the_pool_counts_and_no_model_holds_are_found_when_the_device_rests() -> None:
+    node = Node()
+    node.build.pages_used = lambda: 1  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="the pool counts 1 pages in use, and the models hold 0"):
+        node.device.run()
+    node._theirs.close()
+    node._ours.close()
+
+
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_model_that_cannot_be_built_is_reported_and_the_others_go_on() -> None:
     node = Node()
     node.send(pipe.Place(spec("broken")), pipe.Place(spec("a")), node.start(model="broken"), node.start())
-    node.run_until_quit()
+    node.run(until=lambda: node.model("a").tokens == TOKENS)
     assert "it can't be read" in node.lost[0]
-    assert node.states[-1].models["broken"].residency is Residency.FAILED
-    assert node.states[-1].models["a"].tokens == 3
+    assert node.model("broken").residency is Residency.FAILED
 
 
-def test_a_step_that_raises_loses_its_requests_and_the_model_comes_back() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("illegal memory access"), EngineError("RuntimeError")])
+def test_a_step_that_raises_loses_its_requests_and_the_model_comes_back(error: Exception) -> None:
     node = Node()
-    step, raised = node.engine.step, []
-
-    def failing_step() -> list[Output]:
-        if not raised:
-            raised.append(True)
-            raise RuntimeError("illegal memory access")
-        return step()
-
-    node.engine.step = failing_step  # type: ignore[method-assign]
+    node.build.change = failing_once(error, "step")
     node.send(pipe.Place(spec("a")), node.start())
-    threading.Timer(0.2, lambda: node.send(node.start())).start()
-    node.run_until_quit()
+    node.when(lambda: bool(node.lost), node.start())
+    node.run(until=lambda: len(node.tokens) == TOKENS)
     assert node.lost == ["the engine failed in a step: RuntimeError"]
-    assert [tokens for tokens in node.made if tokens] == [[1], [2], [3]]
 
 
-def test_quit_ends_an_idle_device_at_once() -> None:
+@pytest.mark.parametrize("error", [EngineError("the pool has too little"), RuntimeError("boom")])
+@pytest.mark.parametrize("call", ["fetch", "arrived"])
+def test_a_transfer_that_fails_is_tried_again(call: str, error: Exception) -> None:
     node = Node()
-    started = time.monotonic()
-    node.run_until_quit()
-    assert time.monotonic() - started < 3
+    node.build.change = failing_once(error, call)
+    node.send(pipe.Place(spec("a")), node.start())
+    node.run(until=lambda: len(node.tokens) == TOKENS)
+    assert not node.lost
+
+
+def test_a_transfer_that_fails_again_and_again_fails_its_model_alone() -> None:
+    def never_arriving(engine: Scripted) -> None:
+        def arrived() -> bool:
+            engine.weights = engine.kv = 0
+            raise EngineError("the link is down")
+
+        engine.arrived = arrived  # type: ignore[method-assign]
+
+    node = Node()
+    node.build.change = never_arriving
+    node.send(pipe.Place(spec("a")), node.start())
+    node.run(until=lambda: node.model("a").residency is Residency.FAILED)
+    assert node.lost == ["the model could not be brought to the device: the link is down"]
+    assert node.build.engines["a"].calls == ["fetch", "fetch", "fetch", "close"]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("boom")])
+def test_a_model_that_fails_its_check_serves_nobody(error: Exception | None) -> None:
+    def wrong(engine: Scripted) -> None:
+        def check() -> str:
+            if error is not None:
+                raise error
+            return "it says other words"
+
+        engine.check = check  # type: ignore[method-assign]
+
+    node = Node()
+    node.build.change = wrong
+    node.send(pipe.Place(spec("a")), node.start())
+    node.run(until=lambda: node.model("a").residency is Residency.FAILED and bool(node.lost))
+    assert ("it says other words" if error is None else "RuntimeError") in node.lost[0]
+    assert not node.tokens
+
+
+@pytest.mark.parametrize("call", ["add", "grow", "held", "busy", "abort", "park", "parked", "close"])
+def test_an_engine_that_raises_anywhere_costs_no_other_model_anything(call: str) -> None:
+    node = Node()
+    node.build.change = failing_once(RuntimeError("boom"), call)
+    node.send(pipe.Place(spec("a")), pipe.Place(spec("b")))
+    starts = [node.start(), node.start(), node.start(model="b")]
+    node.when(lambda: node.model("b").residency is Residency.RESIDENT, *starts, pipe.Stop("g", [1]))
+    node.when(lambda: node.model("b").tokens == TOKENS, pipe.Order("a", awake=False))
+    node.when(lambda: node.model("a").residency in (Residency.STAGED, Residency.COLD), pipe.Withdraw("a"))
+    node.run(until=lambda: "a" not in node.states[-1].models)
+    assert not any("boom" in error for error in node.lost), "what an exception says is not for clients"

@@ -12,10 +12,10 @@ import pytest
 from runtime.engine.base import BadRequest, Engine, EngineError
 from runtime.request import RequestId
 from store.wire import Finish
-from tests.runtime.engines import drive, payload, spec, tokens
+from tests.runtime.engines import awake, drive, payload, spec, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM, torch and transformers, not ours
-KV_BYTES = 32 << 20
+POOL_BYTES, HOST_BYTES = 128 << 20, 256 << 20
 
 WORDS = random.Random(1)
 PROMPTS: dict[str, dict[str, Any]] = {
@@ -30,10 +30,14 @@ for arguments in PROMPTS.values():
 
 @pytest.fixture(scope="module")
 def engines(random_models: dict[str, Path]) -> Iterator[dict[str, Engine]]:
-    from runtime.engine.vllm import Builder
+    from runtime.engine.builder import Builder
 
-    build = Builder(KV_BYTES)
-    yield {name: build(spec(path)) for name, path in random_models.items()}
+    build = Builder(POOL_BYTES, HOST_BYTES)
+    engines = {name: awake(build(spec(path))) for name, path in random_models.items()}
+    yield engines
+    for engine in engines.values():
+        engine.close()
+    build.close()
 
 
 def bare_vllm(path: Path) -> dict[str, list[int]]:
@@ -45,7 +49,7 @@ def bare_vllm(path: Path) -> dict[str, list[int]]:
         dtype="float32",
         max_model_len=512,
         enforce_eager=True,
-        kv_cache_memory_bytes=KV_BYTES,
+        kv_cache_memory_bytes=32 << 20,
         disable_log_stats=True,
         seed=0,
     )
@@ -147,28 +151,30 @@ def test_a_request_that_is_none_is_refused_and_harms_nobody(engines: dict[str, E
 def test_closing_one_engine_leaves_the_others_as_they_were(
     engines: dict[str, Engine], random_models: dict[str, Path]
 ) -> None:
-    from runtime.engine.vllm import Builder
+    from runtime.engine.builder import Builder
 
     def say(engine: Engine) -> list[int]:
         engine.add(RequestId("a"), payload([5, 6, 7, 8], temperature=0, max_tokens=20, ignore_eos=True))
         return tokens(drive({"": engine}, random.Random(0))[RequestId("a")])
 
     before = say(engines["opt"])
-    extra = Builder(KV_BYTES)(spec(random_models["qwen3"]))
+    build = Builder(POOL_BYTES, HOST_BYTES)
+    extra = awake(build(spec(random_models["qwen3"])))
     assert say(extra) == say(engines["qwen3"])
     extra.close()
     assert say(engines["opt"]) == before
-    again = Builder(KV_BYTES)(spec(random_models["qwen3"]))
+    again = awake(build(spec(random_models["qwen3"])))
     assert say(again) == say(engines["qwen3"])
     again.close()
+    build.close()
 
 
 def test_a_model_that_cannot_be_built_says_why(tmp_path: Path) -> None:
-    from runtime.engine.vllm import Builder
+    from runtime.engine.builder import Builder
 
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "llama"}')
     with pytest.raises(EngineError, match="NoSuchModel|architecture"):
-        Builder(KV_BYTES)(spec(tmp_path))
+        Builder(POOL_BYTES, HOST_BYTES)(spec(tmp_path))
 
 
 def test_another_version_of_vllm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,263 +1,432 @@
-"""The Instance machine under any order of events: nothing is lost, nothing runs where it can't."""
+"""The Instance machine, sentence by sentence; under any order of events it is in test_instance_any_order.py."""
 
 from __future__ import annotations
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+from collections.abc import Sequence
 
-from runtime.engine.base import Output
+import pytest
+
+from runtime.engine.base import Held
 from runtime.events import (
-    Abort,
     Add,
     Arrived,
-    Cancelled,
+    Build,
+    Check,
+    Close,
     Effect,
-    Event,
-    Load,
-    Loaded,
-    LoadFailed,
+    Evict,
+    Fetch,
+    Grow,
     Lose,
     Ordered,
+    Park,
     Placed,
-    Refused,
+    Shrink,
     Step,
-    StepFailed,
-    Stepped,
     Tell,
-    Tick,
-    Unload,
-    Unloaded,
+    Told,
     Withdrawn,
 )
-from runtime.instance import Instance
-from runtime.policy.turns import RoundRobin
-from runtime.request import ModelKey, Request, RequestId, request_id
-from store.wire import EngineSpec, Finish, Residency
+from runtime.model import Phase, check_due
+from runtime.request import ModelKey, RequestId
+from store.wire import Residency
+from tests.runtime.world import World, request, spec
+
+A, B, C = ModelKey("a"), ModelKey("b"), ModelKey("c")
 
 
-def spec(key: str, idle_s: float | None = None) -> EngineSpec:
-    return EngineSpec(
-        key=key,
-        path="",
-        digest="",
-        architecture="",
-        dtype="float32",
-        max_model_len=64,
-        weight_bytes=0,
-        kv_bytes_per_token=0,
-        idle_s=idle_s,
-    )
+def world(total: int = 20, tokens_most: int = 6, quota: int = 2, rest: str = "", **sizes: int) -> World:
+    """These models, of so many pages of weights, were placed one after another, and are resident if they fit; of those
+    in `rest` only clean weights are left."""
+    made = World(total, sizes, quota, tokens_most)
+    for key in sizes:
+        made.hear(Placed(spec(key, idle_s=1.0 if key in rest else None)))
+        made.settle()
+    made.now = 1.0
+    made.hear()
+    made.settle()
+    return made
 
 
-def request(stream: int, model: str) -> Request:
-    return Request(request_id("g", stream), "g", stream, ModelKey(model), b"", 0.0)
+def ask(world: World, *models: str) -> list[Effect]:
+    """One request for each, all at once; they are numbered from 1."""
+    arrivals = []
+    for model in models:
+        arrived = request(len(world.asked) + 1, model)
+        world.asked.append(arrived.id)
+        world.open.add(arrived.id)
+        arrivals.append(Arrived(arrived))
+    return world.hear(*arrivals)
 
 
-def step(key: str, *outputs: Output, busy: bool = True) -> Stepped:
-    return Stepped(ModelKey(key), list(outputs), busy)
+def kinds(effects: Sequence[Effect]) -> list[type]:
+    return [type(effect) for effect in effects]
 
 
-def ready(*keys: str, quota: int = 2) -> Instance:
-    """An instance with these models resident."""
-    instance = Instance(RoundRobin(quota))
-    for key in keys:
-        (effect,) = instance.on(Placed(spec(key)), 0.0)
-        assert isinstance(effect, Load)
-        assert instance.on(Loaded(ModelKey(key), 0.1), 0.0) == []
-    return instance
+def holders(world: World) -> list[str]:
+    """Of all steps so far."""
+    return [effect.model for effect in world.log if isinstance(effect, Step)]
+
+
+def phase(world: World, key: ModelKey) -> Phase:
+    return world.instance.models[key].phase
+
+
+# ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_models_with_work_take_turns_of_the_quota() -> None:
-    instance = ready("a", "b")
-    effects = instance.on(Arrived(request(1, "a")), 1.0) + instance.hear(Arrived(request(2, "b")), 1.0)
-    held = [effect.model for effect in effects if isinstance(effect, Step)]
-    for n in range(7):
-        id = RequestId(f"g/{1 if held[-1] == 'a' else 2}")
-        effects = instance.on(step(held[-1], Output(id, [n])), 1.0)
-        held += [effect.model for effect in effects if isinstance(effect, Step)]
-    assert held == ["a", "a", "b", "b", "a", "a", "b", "b"]
-    assert instance.switches == 3
+    both = world(a=2, b=2)
+    ask(both, "a", "b")
+    both.settle()
+    assert "".join(holders(both)) == "aabbaabbaabb"
+    assert both.instance.switches == 5
+    assert [both.instance.models[key].turns for key in (A, B)] == [3, 3]
 
 
-def test_a_request_for_a_sleeping_model_waits_for_its_load() -> None:
-    instance = ready("a")
-    instance.on(Ordered(ModelKey("a"), awake=False), 1.0)
-    instance.on(Unloaded(ModelKey("a")), 1.0)
-    assert instance.models[ModelKey("a")].residency is Residency.COLD
-    (load,) = instance.on(Arrived(request(1, "a")), 2.0)
-    assert isinstance(load, Load)
-    effects = instance.on(Loaded(ModelKey("a"), 0.1), 3.0)
-    assert [type(effect) for effect in effects] == [Add, Step]
+def test_a_model_that_got_new_requests_whenever_it_was_done_does_not_starve_another() -> None:
+    three = world(a=2, b=2, c=2, tokens_most=1)
+    ask(three, "a", "b", "c")
+    for _ in range(4):
+        holder = holders(three)[-1]
+        three.answer()
+        ask(three, holder)
+    assert "".join(holders(three)[:5]) == "abcab"
 
 
-def test_an_idle_model_leaves_when_its_time_is_up() -> None:
-    instance = Instance(RoundRobin())
-    instance.on(Placed(spec("a", idle_s=5.0)), 0.0)
-    instance.on(Loaded(ModelKey("a"), 0.1), 1.0)
-    assert instance.next_tick() == 6.0
-    assert instance.on(Tick(), 5.9) == []
-    assert instance.on(Tick(), 6.0) == [Unload(ModelKey("a"))]
+def test_no_turn_is_under_way_when_all_work_is_done() -> None:
+    one = world(a=2)
+    ask(one, "a")
+    assert one.instance.turn is not None
+    one.settle()
+    assert one.instance.turn is None
+
+
+# ── coming and going ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_placed_model_is_built_fetched_and_checked_once_to_prove_that_it_can_serve() -> None:
+    new = World(10, {"a": 2})
+    assert new.hear(Placed(spec("a"))) == [Build(spec("a"))]
+    assert new.answer() == [Fetch(A, 1)]
+    assert new.arrive() == [Check(A)]
+    assert new.instance.models[A].residency is Residency.LOADING
+    assert new.answer() == []
+    state = new.instance.models[A].state(new.instance.pages.of(A))
+    assert (state.residency, state.weights_pages, state.kv_pages) == (Residency.RESIDENT, 2, 1)
+    assert (state.load_ms, state.fetch_ms, state.fetches) == (2500.0, 500.0, 1)
+
+
+def test_a_model_too_large_for_the_device_says_so_in_numbers_and_is_not_tried_again() -> None:
+    new = World(5, {"a": 2})
+    new.hear(Placed(spec("a")))
+    assert kinds(new.answer()) == [Close]
+    new.answer()
+    model = new.instance.models[A]
+    assert model.residency is Residency.FAILED
+    assert "6 pages (12 MiB)" in model.error and "5 pages (10 MiB)" in model.error and "max_model_len" in model.error
+    assert new.instance.next_tick() is None
+    assert kinds(new.hear(Placed(spec("a")))) == [Build]
+
+
+def test_a_request_for_a_sleeping_model_waits_until_it_is_back() -> None:
+    one = world(a=2)
+    assert one.hear(Ordered(A, awake=False)) == [Park(A)]
+    assert one.leave(A) == [Evict(A, 2)]
+    assert phase(one, A) is Phase.STAGED and one.instance.pages.used == 0
+    assert ask(one, "a") == [Fetch(A, 1)]
+    assert one.arrive() == [Check(A)]
+    assert kinds(one.answer()) == [Add, Step]
+    assert one.instance.models[A].state(Held()).load_ms == 500.0
+
+
+def test_a_model_with_requests_is_not_put_to_sleep() -> None:
+    one = world(a=2)
+    ask(one, "a")
+    assert one.hear(Ordered(A, awake=False)) == []
+    one.settle()
+    assert phase(one, A) is Phase.RESIDENT
+
+
+def test_an_idle_model_leaves_when_its_time_is_up_and_its_weights_stay_as_cache() -> None:
+    one = World(10, {"a": 2})
+    one.hear(Placed(spec("a", idle_s=5.0)))
+    one.settle()
+    assert one.instance.next_tick() == 5.0
+    one.now = 4.9
+    assert one.hear() == []
+    one.now = 5.0
+    assert one.hear() == [Park(A)]
+    assert one.leave(A) == []
+    assert one.instance.pages.of(A) == Held(weights=2)
+    assert ask(one, "a") == [Fetch(A, 1)]
+
+
+def test_an_order_to_wake_brings_a_model_in_without_requests() -> None:
+    one = world(a=2)
+    one.hear(Ordered(A, awake=False))
+    one.settle()
+    assert one.hear(Ordered(A, awake=True)) == [Fetch(A, 1)]
+    one.settle()
+    assert phase(one, A) is Phase.RESIDENT
+
+
+def test_a_withdrawn_model_loses_its_requests_and_everything_it_holds() -> None:
+    one = world(a=2)
+    ask(one, "a")
+    one.hear(Withdrawn(A))
+    assert one.answer() == [Close(A)]
+    one.answer()
+    assert not one.instance.models and one.instance.pages.used == 0
+    (late,) = ask(one, "a")
+    assert isinstance(late, Lose) and "not placed" in late.error
+
+
+@pytest.mark.parametrize("check", [1, 2, 3, 16, 32, 160])
+def test_a_model_is_checked_when_it_is_new_and_now_and_then(check: int) -> None:
+    assert check_due(check) and not check_due(check + 3)
+
+
+def test_no_request_reaches_a_model_before_its_check() -> None:
+    new = World(10, {"a": 2})
+    new.hear(Placed(spec("a")))
+    ask(new, "a")
+    new.answer()
+    assert new.arrive() == [Check(A)]
+    (lost, close) = new.answer(fails=True)
+    assert isinstance(lost, Lose) and "it says other words" in lost.error and close == Close(A)
+    assert new.instance.models[A].residency is Residency.FAILED
+
+
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_failed_step_loses_that_models_requests_and_no_other() -> None:
-    instance = ready("a", "b")
-    instance.on(Arrived(request(1, "a")), 1.0)
-    instance.hear(Arrived(request(2, "b")), 1.0)
-    effects = instance.on(StepFailed(ModelKey("a"), "boom"), 1.0)
-    assert [type(effect) for effect in effects] == [Lose, Unload]
-    assert [type(effect) for effect in instance.on(Unloaded(ModelKey("a")), 1.0)] == [Step]
-    assert instance.models[ModelKey("b")].running
+    both = world(a=2, b=2)
+    ask(both, "a", "b")
+    assert kinds(both.answer(fails=True)) == [Lose, Close]
+    assert both.answer() == [Step(B)]
+    assert both.instance.models[B].running and phase(both, A) is Phase.COLD
 
 
-def test_a_model_that_cannot_be_loaded_says_why_to_all_who_wait() -> None:
-    instance = Instance(RoundRobin())
-    instance.on(Placed(spec("a")), 0.0)
-    instance.hear(Arrived(request(1, "a")), 0.0)
-    (lost,) = instance.on(LoadFailed(ModelKey("a"), "no such file"), 1.0)
+def test_an_engine_that_fails_outside_a_step_is_closed_and_built_again_when_asked() -> None:
+    one = world(a=2)
+    assert one.break_engine(A) == [Close(A)]
+    one.answer()
+    assert ask(one, "a") == [Build(spec("a"))]
+    one.settle()
+    assert not one.open
+
+
+def test_a_model_that_cannot_be_built_says_why_to_all_who_wait() -> None:
+    new = World(10, {"a": 2})
+    new.hear(Placed(spec("a")))
+    ask(new, "a")
+    (lost,) = new.answer(fails=True)
     assert isinstance(lost, Lose) and "no such file" in lost.error
-    (late,) = instance.on(Arrived(request(2, "a")), 2.0)
+    (late,) = ask(new, "a")
     assert isinstance(late, Lose) and "no such file" in late.error
 
 
 def test_a_failed_load_is_tried_again_later_and_later() -> None:
-    instance = Instance(RoundRobin())
-    instance.on(Placed(spec("a")), 0.0)
-    now, pauses = 0.0, []
+    new = World(10, {"a": 2})
+    new.hear(Placed(spec("a")))
+    pauses = []
     for _ in range(3):
-        assert instance.on(LoadFailed(ModelKey("a"), "no memory"), now) == []
-        retry_at = instance.next_tick()
-        assert retry_at is not None and instance.on(Tick(), retry_at - 0.1) == []
-        (load,) = instance.on(Tick(), retry_at)
-        assert isinstance(load, Load)
-        pauses.append(retry_at - now)
-        now = retry_at
+        assert new.answer(fails=True) == []
+        retry_at = new.instance.next_tick()
+        assert retry_at is not None
+        pauses.append(retry_at - new.now)
+        new.now = retry_at - 0.1
+        assert new.hear() == []
+        new.now = retry_at
+        assert kinds(new.hear()) == [Build]
     assert pauses == [30.0, 60.0, 120.0]
 
 
-class AnyOrder(RuleBasedStateMachine):
-    """Commands in any order, an engine that does anything it may: the machine's books stay right."""
-
-    streams = Bundle("streams")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.instance = Instance(RoundRobin(2))
-        self.now = 0.0
-        self.next_stream = 0
-        self.out: Load | Unload | Step | None = None  # the device effect under way
-        self.in_engine: dict[ModelKey, set[RequestId]] = {}  # what a real engine would hold
-        self.open: set[RequestId] = set()
-        self.ended: set[RequestId] = set()
-
-    def carry_out(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case Load() | Unload() | Step():
-                    assert self.out is None, "two device effects at once"
-                    self.out = effect
-                case Add(request):
-                    self.in_engine[request.model].add(request.id)  # KeyError: added to an engine that is not there
-                case Abort(model, requests):
-                    self.in_engine[model].difference_update(requests)
-                case Tell(request, _, output):
-                    if output.finish is not None:
-                        self.end(request.id)
-                case Lose(request, error, _):
-                    assert error
-                    self.end(request.id)
-
-    def end(self, id: RequestId) -> None:
-        assert id in self.open, f"{id} ended twice"
-        self.open.remove(id)
-        self.ended.add(id)
-
-    def hear(self, event: Event) -> None:
-        act = self.instance.on if self.out is None else self.instance.hear
-        self.carry_out(act(event, self.now))
-
-    @rule(key=st.sampled_from("abc"), idle=st.sampled_from([None, 1.0]))
-    def place(self, key: str, idle: float | None) -> None:
-        self.hear(Placed(spec(key, idle)))
-
-    @rule(key=st.sampled_from("abc"))
-    def withdraw(self, key: str) -> None:
-        self.hear(Withdrawn(ModelKey(key)))
-
-    @rule(key=st.sampled_from("abc"), target=streams)
-    def arrive(self, key: str) -> RequestId:
-        self.next_stream += 1
-        arrived = request(self.next_stream, key)
-        self.open.add(arrived.id)
-        self.hear(Arrived(arrived))
-        return arrived.id
-
-    @rule(id=streams)
-    def cancel(self, id: RequestId) -> None:
-        self.open.discard(id)  # the client is gone: nothing is owed to it
-        self.hear(Cancelled([id]))
-
-    @rule(key=st.sampled_from("abc"), awake=st.booleans())
-    def order(self, key: str, awake: bool) -> None:
-        self.hear(Ordered(ModelKey(key), awake))
-
-    @rule(id=streams)
-    def refuse(self, id: RequestId) -> None:
-        for key, held in self.in_engine.items():
-            if id in held:
-                held.remove(id)
-                self.hear(Refused(id, key, "too long"))
-                return
-
-    @rule(dt=st.sampled_from([0.1, 2.0, 100.0]))
-    def wait(self, dt: float) -> None:
-        self.now += dt
-        self.hear(Tick())
-
-    @precondition(lambda self: self.out is not None)
-    @rule(fails=st.integers(0, 9), finish=st.booleans(), data=st.data())
-    def device_is_done(self, fails: int, finish: bool, data: st.DataObject) -> None:
-        out, self.out = self.out, None
-        match out:
-            case Load(placed):
-                key = ModelKey(placed.key)
-                if fails == 0:
-                    self.carry_out(self.instance.on(LoadFailed(key, "no memory"), self.now))
-                else:
-                    self.in_engine[key] = set()
-                    self.carry_out(self.instance.on(Loaded(key, 0.1), self.now))
-            case Unload(key):
-                assert self.in_engine.pop(key) == set(), "an engine is closed with requests in it"
-                self.carry_out(self.instance.on(Unloaded(key), self.now))
-            case Step(key):
-                held = self.in_engine[key]
-                if fails == 0:
-                    held.clear()
-                    self.carry_out(self.instance.on(StepFailed(key, "boom"), self.now))
-                    return
-                outputs = []
-                for id in sorted(held):
-                    done = finish and data.draw(st.booleans())
-                    outputs.append(Output(id, [1], Finish.STOP if done else None))
-                    if done:
-                        held.remove(id)
-                self.carry_out(self.instance.on(Stepped(key, outputs, bool(held)), self.now))
-
-    @invariant()
-    def the_books_are_right(self) -> None:
-        self.instance.check()
-        running = {id for model in self.instance.models.values() for id in model.running}
-        waiting = {id for model in self.instance.models.values() for id in model.waiting}
-        assert running | waiting == self.open, "a request is owed an answer and nobody holds it"
-        for model in self.instance.models.values():
-            if model.residency is Residency.RESIDENT:
-                assert self.in_engine[model.key] == set(model.running)
-
-    @invariant()
-    def work_is_never_forgotten(self) -> None:
-        if self.out is None:
-            assert not self.open, "requests are open and the device was left idle"
+def test_a_fetch_that_fails_is_tried_three_times_and_then_its_requests_are_told_why() -> None:
+    one = world(a=2)
+    one.hear(Ordered(A, awake=False))
+    one.settle()
+    assert ask(one, "a") == [Fetch(A, 1)]
+    assert one.arrive(fails=True) == [Fetch(A, 1)]
+    assert one.arrive(fails=True) == [Fetch(A, 1)]
+    (lost, close) = one.arrive(fails=True)
+    assert isinstance(lost, Lose) and "the copy failed" in lost.error and close == Close(A)
+    one.answer()
+    assert phase(one, A) is Phase.FAILED and one.instance.next_tick() == one.now + 30.0
 
 
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+def test_a_fetch_that_succeeds_forgives_those_that_failed() -> None:
+    one = world(a=2)
+    for _ in range(4):
+        one.hear(Ordered(A, awake=False))
+        one.settle()
+        one.hear(Ordered(A, awake=True))
+        one.arrive(fails=True)
+        one.arrive(fails=True)
+        one.settle()
+        assert phase(one, A) is Phase.RESIDENT
+
+
+# ── who gets pages, and whose ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_next_model_is_fetched_while_the_holder_steps() -> None:
+    two = world(total=11, a=4, b=4, rest="b")
+    assert ask(two, "a")[-1] == Step(A)
+    ask(two, "b")
+    assert two.answer()[-2:] == [Fetch(B, 1), Step(A)]
+    two.arrive()
+    assert two.answer()[-1] == Check(B)
+    assert two.answer()[-1] == Step(B)
+
+
+def test_there_is_one_fetch_at_a_time_in_the_order_of_turns() -> None:
+    three = world(total=20, a=3, b=3, c=3, rest="abc")
+    ask(three, "b", "c", "a")
+    assert three.fetching == A
+    assert three.arrive()[-2:] == [Fetch(B, 1), Check(A)]
+    assert three.answer()[-1] == Step(A)
+
+
+def test_no_page_more_is_taken_than_is_needed_and_clean_weights_go_first() -> None:
+    three = world(total=13, a=3, b=4, c=4, rest="ab")
+    assert three.instance.pages.free == 1  # one is c's KV cache
+    three.sizes["d"] = 5
+    three.hear(Placed(spec("d")))
+    assert three.answer() == [Evict(A, 3), Evict(B, 2), Fetch(ModelKey("d"), 1)]
+    assert phase(three, C) is Phase.RESIDENT
+
+
+def test_spare_pages_go_before_a_model_without_requests_is_parked() -> None:
+    two = world(total=10, a=4, b=3, tokens_most=1, rest="a")
+    ask(two, "b", "b", "b")
+    two.settle()
+    assert two.instance.pages.of(B) == Held(weights=3, kv=3, kv_spare=3)
+    two.hear(Ordered(A, awake=False))
+    two.settle()
+    assert two.hear(Ordered(A, awake=True)) == [Shrink(B, 1), Fetch(A, 1)]
+
+
+def test_a_model_without_requests_is_parked_before_one_with_requests() -> None:
+    three = world(total=11, a=3, b=3, c=3, quota=8)
+    assert [phase(three, key) for key in (A, B, C)] == [Phase.STAGED, Phase.RESIDENT, Phase.RESIDENT]
+    ask(three, "c", "a")
+    assert three.parking == [B] and phase(three, A) is Phase.STAGED
+    three.leave(B)
+    assert three.answer()[-2:] == [Fetch(A, 1), Step(C)]
+
+
+def test_the_holder_keeps_its_pages_until_its_turn_is_over() -> None:
+    two = world(total=7, a=3, b=3, quota=3)
+    ask(two, "b", "a")
+    assert two.answer()[-1] == two.answer()[-1] == Step(B)
+    assert two.answer()[-1] == Park(B)
+    assert two.leave(B)[-1] == Fetch(A, 1)
+
+
+def test_of_models_with_requests_the_one_whose_turn_comes_last_is_parked() -> None:
+    three = world(total=9, a=3, b=3, c=3, quota=1)
+    ask(three, "b", "c")
+    three.answer()
+    ask(three, "a")
+    assert holders(three) == ["b", "c"]
+    assert three.answer()[-2:] == [Park(C), Step(B)]  # c had its turn
+
+
+def test_a_parked_models_requests_go_on_where_they_were() -> None:
+    two = world(total=7, a=3, b=3)
+    ask(two, "a", "b")
+    two.settle(200)
+    told: dict[RequestId, list[int]] = {}
+    for effect in two.log:
+        if isinstance(effect, Tell):
+            assert effect.at == len(told.setdefault(effect.request.id, []))
+            told[effect.request.id] += effect.output.tokens
+    assert list(told.values()) == [[1, 2, 3, 4, 5, 6]] * 2
+    assert Fetch(A, 3) in two.log and Fetch(B, 3) in two.log  # at once with room for what was parked
+
+
+def test_a_model_steps_between_being_fetched_and_being_parked() -> None:
+    three = world(total=7, a=4, b=4, c=4)
+    start = len(three.log)
+    ask(three, "a", "b", "c")
+    three.settle(300)
+    for key in (A, B, C):
+        ours = [
+            type(effect)
+            for effect in three.log[start:]
+            if isinstance(effect, Fetch | Step | Park) and effect.model == key
+        ]
+        assert not any(pair == (Fetch, Park) for pair in zip(ours, ours[1:], strict=False))
+
+
+def test_a_model_whose_requests_grow_gets_pages_before_its_step() -> None:
+    one = world(total=6, a=2, tokens_most=4)
+    assert ask(one, "a")[-1] == Step(A)
+    one.answer()
+    assert one.answer()[-2:] == [Grow(A, 1), Step(A)]  # the second token filled the page
+
+
+def test_growth_parks_models_without_requests() -> None:
+    two = world(total=9, a=4, b=3, quota=8)
+    ask(two, "a")
+    two.answer()
+    assert two.answer()[-2:] == [Park(B), Step(A)]
+    two.leave(B)
+    assert two.answer()[-2:] == [Grow(A, 1), Step(A)]
+
+
+def test_growth_parks_no_model_with_requests_in_the_turn_of_another() -> None:
+    two = world(total=9, a=4, b=3, quota=8)
+    ask(two, "a", "b")
+    two.answer()
+    assert two.answer()[-1] == Step(A)
+    assert two.answer()[-1] == Step(B)  # a had two tokens and is stuck
+    assert not two.parking and two.instance.models[A].stuck
+
+
+def test_a_stuck_model_gets_its_pages_from_others_when_its_turn_comes() -> None:
+    two = world(total=8, a=3, b=3, quota=2)
+    ask(two, "a", "b")
+    for _ in range(5):
+        two.answer()
+    assert two.instance.models[A].stuck and two.out == Step(B)
+    assert two.answer()[-1] == Park(B)  # it is stuck as well, and a comes first
+    assert two.leave(B) == [Grow(A, 1), Step(A)]
+
+
+def test_what_the_pool_can_never_give_is_not_waited_for() -> None:
+    one = world(total=6, a=2)
+    ask(one, *["a"] * 9)  # at their ends they need 4 pages each
+    one.settle(300)
+    assert not one.open
+
+
+def test_while_pages_are_on_their_way_the_books_do_not_follow_the_engine() -> None:
+    one = world(a=2, rest="a")
+    ask(one, "a")
+    one.instance.hear(Told(A, Held(0, 0, 3)), 0.0)
+    assert one.instance.pages.of(A) == Held(2, 1, 3)
+
+
+@pytest.mark.parametrize("models", [2, 4, 6])
+def test_every_request_gets_its_next_token_after_a_bounded_number_of_device_effects(models: int) -> None:
+    """None of these fits beside another. A turn takes two steps and a check, and in one of them each request of the
+    model gets its token unless its KV cache is full; then it does in the turn after the next."""
+    sizes = dict.fromkeys("abcdef"[:models], 5)
+    crowded = world(total=7, tokens_most=2, **sizes)
+    ask(crowded, *sizes, *sizes)
+    waits = dict.fromkeys(crowded.open, 0)
+    while crowded.open:
+        start = len(crowded.log)
+        if crowded.fetching is not None:
+            crowded.arrive()
+        elif crowded.parking:
+            crowded.leave(crowded.parking[0])
+        else:
+            crowded.answer()
+            waits = {id: waits[id] + 1 for id in crowded.open}
+        waits.update((effect.request.id, 0) for effect in crowded.log[start:] if isinstance(effect, Tell))
+        assert max(waits.values()) <= 3 * (models + 1) * 2, waits

@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 
 from runtime.memory.native import (
+    MIXED,
     Backend,
     Cache,
     Code,
     Device,
     Direction,
     Operation,
+    Page,
+    PageState,
     Piece,
     PoolError,
     Reservation,
@@ -252,6 +255,24 @@ def test_a_load_that_fails_in_the_middle_leaves_all_as_it_was(
     assert (stats.pages_clean, stats.pages_free, stats.pages_promised) == (2, 30, 0)
     reservation.load(cache, image).wait(SOON_S)
     assert reservation.view(0, 16 * PAGE) == NUMBERS[: 16 * PAGE]
+
+
+@pytest.mark.parametrize("next_owner", ["who loaded", "who was there before"])
+def test_nobody_sees_anothers_bytes_after_a_load_that_failed(device: Device, cache: Cache, next_owner: str) -> None:
+    loading, before = (device.reserve(POOL_PAGES * PAGE) for _ in range(2))
+    before.map(0, before.bytes, SOON_S)
+    before.view(0, before.bytes)[:] = b"\xff" * before.bytes
+    before.unmap(0, before.bytes)
+    device.inject(Operation.COPY, 8)  # by then some pages are full, and others mapped ahead
+    with refused(Code.DRIVER):
+        loading.load(cache, [Segment(0, 0, cache.bytes)], chunk_bytes=PAGE).wait(SOON_S)
+    device.settle(SOON_S)
+    assert Page(PageState.FREE, MIXED) in device.pages()
+    after, own = (loading, {0}) if next_owner == "who loaded" else (before, {0, 0xFF})
+    after.map(0, after.bytes, SOON_S)
+    assert set(after.view(0, after.bytes)) <= own
+    loading.release()
+    before.release()
 
 
 def test_every_cancelled_load_returns_its_pages(device: Device, reservation: Reservation, cache: Cache) -> None:

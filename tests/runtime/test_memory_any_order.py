@@ -23,7 +23,7 @@ Content = tuple[PageState, int]  # of a slot: mapped or clean, and the byte it i
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Maps, loads, cancels, writes, clean marks, unmaps and faults of three owners, beside a model of what must be."""
+    """All that three owners can do with their addresses, and faults, beside a model of what must be."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,6 +31,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.cache = Cache(OWNERS * SLOTS * PAGE)
         self.reservations = [self.device.reserve(SLOTS * PAGE) for _ in range(OWNERS)]
         self.slots: list[list[Content | None]] = [[None] * SLOTS for _ in range(OWNERS)]
+        self.scratched: list[set[int]] = [set() for _ in range(OWNERS)]  # slots
         for owner in range(OWNERS):  # the image of an owner: each page full of a byte that tells owner and place
             for slot in range(SLOTS):
                 place = (owner * SLOTS + slot) * PAGE
@@ -55,8 +56,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(range_=ranges, fault=faults)
     def map(self, range_: tuple[int, int, int], fault: tuple[Operation, int] | None) -> None:
         owner, first, count = range_
-        wanted = self.slots[owner][first : first + count]
-        possible = wanted == [None] * count and count <= self.free_pages()
+        possible = self.empty(owner, first, count) and count <= self.free_pages()
         if not self.attempt(lambda: self.reservations[owner].map(first * PAGE, count * PAGE, SOON_S), possible, fault):
             return
         for slot in range(first, first + count):
@@ -69,8 +69,9 @@ class AnyOrder(RuleBasedStateMachine):
     def load(self, range_: tuple[int, int, int], chunk: int, fault: tuple[Operation, int] | None, cancel: bool) -> None:
         owner, first, count = range_
         wanted = self.slots[owner][first : first + count]
+        no_scratch = self.scratched[owner].isdisjoint(range(first, first + count))
         none_mapped = all(content is None or content[0] is PageState.CLEAN for content in wanted)
-        possible = none_mapped and wanted.count(None) <= self.free_pages()
+        possible = no_scratch and none_mapped and wanted.count(None) <= self.free_pages()
         image = [Segment(first * PAGE, (owner * SLOTS + first) * PAGE, count * PAGE)]
 
         def bring() -> None:
@@ -99,6 +100,24 @@ class AnyOrder(RuleBasedStateMachine):
         possible = None not in wanted
         if self.attempt(lambda: self.reservations[owner].mark_clean(first * PAGE, count * PAGE), possible, None):
             self.slots[owner][first : first + count] = [(PageState.CLEAN, content[1]) for content in wanted if content]
+
+    @rule(range_=ranges, on=st.booleans())
+    def scratch(self, range_: tuple[int, int, int], on: bool) -> None:
+        owner, first, count = range_
+        slots = set(range(first, first + count))
+        possible = self.empty(owner, first, count) if on else slots <= self.scratched[owner]
+        reservation = self.reservations[owner]
+        if not self.attempt(lambda: reservation.scratch(first * PAGE, count * PAGE, on), possible, None):
+            return
+        if on:
+            assert not any(reservation.view(first * PAGE, count * PAGE))
+            for slot in slots:
+                reservation.view(slot * PAGE, PAGE)[:] = bytes([image_byte(owner, slot)]) * PAGE
+        self.scratched[owner] = self.scratched[owner] | slots if on else self.scratched[owner] - slots
+
+    def empty(self, owner: int, first: int, count: int) -> bool:
+        slots = range(first, first + count)
+        return all(self.slots[owner][slot] is None for slot in slots) and self.scratched[owner].isdisjoint(slots)
 
     @rule(range_=ranges, value=st.integers(0, 19))
     def write(self, range_: tuple[int, int, int], value: int) -> None:
@@ -140,6 +159,8 @@ class AnyOrder(RuleBasedStateMachine):
                 assert reservation.residency(slot * PAGE, PAGE) == (mapped, clean)
                 if content:
                     assert reservation.view(slot * PAGE, PAGE) == bytes([content[1]]) * PAGE
+            for slot in self.scratched[owner]:
+                assert reservation.view(slot * PAGE, PAGE) == bytes([image_byte(owner, slot)]) * PAGE
         stats = self.device.stats()
         assert (stats.pages_free, stats.pages_limbo, stats.pages_promised) == (self.free_pages(), 0, 0)
 

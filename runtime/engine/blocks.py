@@ -1,0 +1,82 @@
+"""vLLM's pool of KV blocks, over pages that come and go: a block whose pages are all mapped is in circulation.
+
+What vLLM's pool calls `num_gpu_blocks` is the number in circulation here; block 0, its null block, always is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from runtime.memory.kv import KvRegion
+
+
+class ElasticBlockPool(BlockPool):
+    """Made of an ordinary pool by `take_over`: vLLM builds its pool where no class can be handed in."""
+
+    _kv: KvRegion
+    _used: list[int]  # for each page, blocks of it that requests have; the null block is always in use
+    _pages_in_use: int
+
+    @classmethod
+    def take_over(cls, pool: BlockPool, kv: KvRegion) -> ElasticBlockPool:
+        """From now on this pool follows `kv`; none of its blocks is in circulation yet."""
+        pool.free_block_queue.popleft_n(pool.get_num_free_blocks())
+        pool.num_gpu_blocks = 1
+        pool.__class__ = cls
+        assert isinstance(pool, cls)
+        pool._kv, pool._used, pool._pages_in_use = kv, [0] * kv.pages_total, 0
+        pool._count(pool.null_block, 1)
+        return pool
+
+    def open(self, blocks: Sequence[int]) -> None:
+        """Their pages were mapped. They are used last, so that pages that have blocks in use fill up first."""
+        self.free_block_queue.append_n([self.blocks[block] for block in blocks if block])
+        self.num_gpu_blocks += sum(1 for block in blocks if block)
+
+    def retire(self, blocks: Sequence[int]) -> None:
+        """Their pages are about to go: nobody may have them, and no prefix may be found in them any more."""
+        for block in (self.blocks[number] for number in blocks if number):
+            assert block.ref_cnt == 0, f"block {block.block_id} is retired with {block.ref_cnt} owners"
+            self._maybe_evict_cached_block(block)
+            self.free_block_queue.remove(block)
+        self.num_gpu_blocks -= sum(1 for block in blocks if block)
+
+    @property
+    def used_blocks(self) -> int:
+        return self.num_gpu_blocks - 1 - self.get_num_free_blocks()
+
+    @property
+    def spare(self) -> int:
+        """How many pages `spare_pages` would find."""
+        return max(0, len(self._kv.mapped) - self._pages_in_use)
+
+    def spare_pages(self) -> list[int]:
+        """Mapped pages without a block in use, the highest first."""
+        return [page for page in sorted(self._kv.mapped, reverse=True) if not self._used[page]]
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        blocks = super().get_new_blocks(num_blocks)
+        for block in blocks:
+            self._count(block, 1)
+        return blocks
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        for block in blocks:
+            if block.ref_cnt == 0 and not block.is_null:
+                self._count(block, 1)
+        super().touch(blocks)
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        blocks = list(ordered_blocks)
+        super().free_blocks(blocks)
+        for block in blocks:
+            if block.ref_cnt == 0 and not block.is_null:
+                self._count(block, -1)
+
+    def _count(self, block: KVCacheBlock, change: int) -> None:
+        for page in self._kv.pages_of(block.block_id):
+            was, self._used[page] = self._used[page], self._used[page] + change
+            self._pages_in_use += bool(self._used[page]) - bool(was)

@@ -1,0 +1,192 @@
+"""Makes engines: around an image in the host's cache, or from a model's files, making the image."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # cores live in this process
+
+from runtime.engine.settings import check_version, engine_args  # isort: skip  (sets vLLM's environment, so: first)
+
+import msgspec
+import structlog
+import torch
+from vllm.config import ModelConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+
+from runtime.engine.base import EngineError
+from runtime.engine.scheduler import PooledScheduler
+from runtime.engine.vllm import VllmEngine, first_line
+from runtime.engine.worker import Building, building
+from runtime.memory.images import Image, ImageKey, Images, Making
+from runtime.memory.native import Device
+from store import artefact
+from store.wire import EngineSpec
+
+# An architecture that vLLM never saw is looked at in a process of its own, which takes seconds, lest CUDA begin too
+# early in this one. Here it may: this process builds the model next. vLLM keeps what it saw for the gateway's front.
+registry._run_in_subprocess = lambda fn: fn()
+
+log = structlog.get_logger()
+_meta = msgspec.msgpack.Encoder()
+
+ADDRESSES_PER_FILE_BYTE = 6  # wider types, packed copies beside tied embeddings; only addresses
+ADDRESSES_LEAST = 256 << 20
+KEPT_PART = 32  # of the host's cache, for requests that will be parked
+IMAGE_FORMAT = "staccato_image"
+
+
+class Meta(msgspec.Struct, frozen=True):
+    """Kept with an image: how it is laid out, and what the model says."""
+
+    layout: list[tuple[int, int]]
+    golden: list[int]
+
+
+class Builder:
+    """Builds engines over one pool of `pool_bytes`; `host_bytes` is the most that images and parked requests may take.
+
+    `host_fd` is another process's host cache, to share its images."""
+
+    def __init__(self, pool_bytes: int, host_bytes: int, host_fd: int = -1) -> None:
+        self.version = check_version()
+        self.device = Device(pool_bytes)
+        kept = host_bytes // KEPT_PART
+        self.images = Images.create(host_bytes, kept) if host_fd < 0 else Images.open(host_fd, kept)
+        self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
+
+    def pages_used(self) -> int:
+        stats = self.device.stats()
+        return stats.pages_mapped + stats.pages_clean
+
+    def close(self) -> None:
+        """After all engines."""
+        self.device.close()
+        self.images.close()
+
+    def __call__(self, spec: EngineSpec) -> VllmEngine:
+        return self.build(spec)
+
+    def build(self, spec: EngineSpec, **more: Any) -> VllmEngine:
+        """`more` goes to vLLM's settings."""
+        key = ImageKey(_identity(spec), self.version, spec.dtype, 1, _architecture())
+        addresses = ADDRESSES_LEAST + ADDRESSES_PER_FILE_BYTE * _weight_file_bytes(spec)
+        now = Building(self.device, addresses)
+        try:
+            image = self.images.find(key)
+            if image is not None and (engine := self._from_image(spec, now, key, image, more)) is not None:
+                return engine
+            return self._from_files(spec, now, key, more)
+        except Exception as error:  # vLLM raises what its layers raise: pydantic, torch, safetensors, OSError, ...
+            raise EngineError(first_line(error)) from error
+        finally:
+            gc.collect()
+
+    def _from_files(self, spec: EngineSpec, now: Building, key: ImageKey, more: dict[str, Any]) -> VllmEngine:
+        """Read the weights as vLLM does, ask the model the golden question, keep an image of both."""
+        _check_files(spec)
+        engine = self._core(spec, now, "safetensors", more)
+        try:
+            golden = engine.say_while_building()
+            match self.images.make(key, engine.weights.size):
+                case Making() as making:
+                    with making:
+                        making.view[:] = engine.weights.reservation.view(0, engine.weights.size)
+                        image = making.seal(_meta.encode(Meta(engine.home.layout, golden)))
+                case Image() as image:  # another runtime was faster
+                    pass
+            engine.move_in(image, key, golden)
+            return engine
+        except BaseException:
+            engine.close()
+            raise
+
+    def _from_image(
+        self, spec: EngineSpec, now: Building, key: ImageKey, image: Image, more: dict[str, Any]
+    ) -> VllmEngine | None:
+        """Build around an image that is there; None if it isn't laid out as this engine needs it."""
+        meta = msgspec.msgpack.decode(image.meta, type=Meta)
+        try:
+            engine = self._core(spec, now, IMAGE_FORMAT, more)
+        except BaseException:
+            image.release()
+            raise
+        if engine.home.layout != meta.layout:
+            log.warning("engine.image_differs", model=spec.key, pieces=len(engine.home.layout))
+            engine.close()
+            image.release()
+            self.images.discard(key)
+            return None
+        engine.move_in(image, key, meta.golden)
+        return engine
+
+    def _core(self, spec: EngineSpec, now: Building, load_format: str, more: dict[str, Any]) -> VllmEngine:
+        args = engine_args(
+            spec,
+            load_format,
+            kv_cache_memory_bytes=self.pages_total * self.page_bytes,
+            disable_hybrid_kv_cache_manager=True,  # layers with a window keep all: one shape of KV cache for each model
+            worker_cls="runtime.engine.worker.PooledWorker",
+            scheduler_cls=PooledScheduler,
+            **more,
+        )
+        config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        token = building.set(now)
+        try:
+            core = EngineCore(config, Executor.get_class(config), log_stats=False)
+            return VllmEngine(core, now.home, now.kv, self.images)
+        except BaseException:
+            gc.collect()
+            now.release()
+            raise
+        finally:
+            building.reset(token)
+
+
+@register_model_loader(IMAGE_FORMAT)
+class _FromImage(BaseModelLoader):
+    """Reads nothing: the weights will be there when their pages come."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        pass
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        pass
+
+
+def _check_files(spec: EngineSpec) -> None:
+    """They may have changed since they were registered; then everybody who shares the image would get what is new."""
+    if not spec.digest:
+        return
+    found = artefact.inspect(Path(spec.path), frozenset([spec.architecture])).digest
+    if found != spec.digest:
+        raise EngineError(
+            f"the files in {spec.path} have changed since they were registered (digest {found[:12]}, then "
+            f"{spec.digest[:12]}): register the folder as a new model, or put back what was there"
+        )
+
+
+def _identity(spec: EngineSpec) -> str:
+    """Of the weights: the artefact's digest, or where there is none the files as they are now."""
+    if spec.digest:
+        return spec.digest
+    stats = [path.stat() for path in sorted(Path(spec.path).glob("*.safetensors"))]
+    return f"{spec.path} {[(stat.st_size, stat.st_mtime_ns) for stat in stats]}"
+
+
+def _architecture() -> str:
+    """Of the device: packed weights of one instruction set are no use to another."""
+    return torch.backends.cpu.get_cpu_capability() if current_platform.is_cpu() else torch.cuda.get_device_name()
+
+
+def _weight_file_bytes(spec: EngineSpec) -> int:
+    return sum(path.stat().st_size for path in Path(spec.path).glob("*.safetensors"))

@@ -1,0 +1,126 @@
+"""Before a runtime serves: does this vLLM, on this machine, behave as the adapter relies on? On a toy, in a second.
+
+What is tried is what would be silent otherwise: weights that did not move, and requests that say something else after
+they were parked. That the names are there which the adapter uses, building the toy proves by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors.torch import save_file
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from runtime.engine.base import EngineError
+from runtime.engine.builder import Builder
+from runtime.engine.vllm import VllmEngine
+from runtime.request import RequestId
+from store.wire import EngineSpec
+
+WIDTH, HEADS, VOCABULARY, CONTEXT, TOKENS = 64, 2, 97, 64, 12
+PARKED_EVERY = 3  # steps
+MOVE_S = 10.0
+
+
+def self_check(build: Builder) -> None:
+    """Raises EngineError with what this vLLM does otherwise than it must."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec = _toy(Path(folder))
+        engine = build.build(spec, skip_tokenizer_init=True)
+    try:
+        if (stray := engine.stray_bytes()) or engine.home.used < spec.weight_bytes:
+            raise EngineError(
+                f"{build.version}: of {spec.weight_bytes} bytes of a toy's weights {engine.home.used} moved into the "
+                f"reservation, {stray} bytes are known to lie elsewhere"
+            )
+        _bring_in(engine)
+        alone = _say(engine, "alone", parked_every=0)
+        parked = _say(engine, "parked", parked_every=PARKED_EVERY)
+        if alone != parked:
+            raise EngineError(f"{build.version}: a request that was parked says {parked}, alone it says {alone}")
+        if (wrong := engine.check()) is not None:
+            raise EngineError(f"{build.version}: a toy that was moved fails its check: {wrong}")
+    finally:
+        engine.close()
+        build.images.discard(engine.key)
+
+
+def _say(engine: VllmEngine, id: str, parked_every: int) -> list[int]:
+    sampling = SamplingParams(temperature=1, seed=1, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    request = EngineCoreRequest(id, list(range(9)), None, sampling, None, 0.0, None, id, None)
+    (encoded,) = MsgpackEncoder(size_threshold=1 << 62).encode(request)
+    engine.add(RequestId(id), cast(bytes, encoded))
+    said: list[int] = []
+    steps = 0
+    while engine.busy():
+        said += [token for output in engine.step() for token in output.tokens]
+        steps += 1
+        if parked_every and steps % parked_every == 0:
+            engine.park()
+            _until(engine.parked)
+            engine.evict(engine.weights_pages)
+            _bring_in(engine)
+    return said
+
+
+def _bring_in(engine: VllmEngine) -> None:
+    engine.fetch(engine.kv_pages_least)
+    _until(engine.arrived)
+
+
+def _until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + MOVE_S
+    while not done():
+        if time.monotonic() > deadline:
+            raise EngineError(f"a toy could not be moved within {MOVE_S} s")
+        time.sleep(1e-4)
+
+
+def _toy(folder: Path) -> EngineSpec:
+    """A Llama of one layer with random weights."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": WIDTH,
+        "intermediate_size": WIDTH,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    noise = torch.Generator().manual_seed(0)
+    layer, square = "model.layers.0.", (WIDTH, WIDTH)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, WIDTH),
+        "lm_head.weight": (VOCABULARY, WIDTH),
+        "model.norm.weight": (WIDTH,),
+        layer + "input_layernorm.weight": (WIDTH,),
+        layer + "post_attention_layernorm.weight": (WIDTH,),
+        **{f"{layer}self_attn.{name}_proj.weight": square for name in "qkvo"},
+        **{f"{layer}mlp.{name}_proj.weight": square for name in ("gate", "up", "down")},
+    }
+    weights = {name: torch.randn(shape, generator=noise) / 4 for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return EngineSpec(
+        key="toy",
+        path=str(folder),
+        digest="",
+        architecture="LlamaForCausalLM",
+        dtype="float32",
+        max_model_len=CONTEXT,
+        weight_bytes=sum(weight.nbytes for weight in weights.values()),
+        kv_bytes_per_token=0,
+    )

@@ -1,0 +1,578 @@
+"""The host's cache of model images: each made once, shared by all runtimes of a node, the least recently used evicted.
+
+An image is a model's weights as its engine has them after post-processing: one run of bytes, laid out as in the
+engine's reservation. All runtimes map one file of bounded size; the same file takes the KV blocks of parked requests.
+
+    index, 2 MiB: magic, version, which copy holds, copy 0, copy 1
+    runs of whole folios: image, then what is known of it │ parked blocks of one runtime │ free
+
+The index is read and written whole under a lock between processes. The copy that does not hold is written, then one
+byte turns to it: a process that is killed at any moment leaves a whole index. A runtime holds the lock of a byte that
+is its own for as long as it lives; pins and unfinished images of a runtime whose lock is free are dropped by the next
+that comes along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import struct
+import threading
+import time
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import msgspec
+
+from runtime.memory.index import (
+    FOLIO_BYTES,
+    INDEX_BYTES,
+    Index,
+    Range,
+    Run,
+    State,
+    best_fit,
+    fit_blocks,
+    whole_folios,
+)
+from runtime.memory.native import Cache, Code, PoolError
+
+RUNS_MOST = 4096  # no more blocks are parked then: so many runs of up to 200 bytes fit into half of the index
+META_MOST = (1 << 20) - 4096  # bytes
+NOTES_BYTES = META_MOST + 4096  # behind each image, for meta and checksums: room is asked for before they are known
+SAMPLE_BYTES = 64 << 10
+SAMPLES_MOST = 256  # 16 MiB to read, about 10 ms
+LOCK_S = 10.0  # the index is held for microseconds, or for the tens of milliseconds that giving back memory takes
+MAKING_S = 600.0
+POLL_S = 0.02
+
+_MAGIC = struct.Struct("<8sI")
+_MAGIC_VALUE, _BLANK = (b"staccato", 1), (bytes(8), 0)
+_TURN_AT = _MAGIC.size
+_COPIES_AT = (4096, 4096 + (INDEX_BYTES - 4096) // 2)
+_LENGTH = struct.Struct("<I")
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux, 64 bits: type, whence, start, length, pid
+_INDEX_LOCK, _MEMBER_LOCKS = 0, 1  # bytes that stand for a lock; that the index lies there as well means nothing
+
+
+class HostCacheFull(Exception):
+    """There is no room, also when every image that nobody uses is evicted."""
+
+    def __init__(self, asked_bytes: int, index: Index) -> None:
+        held = [run for run in index.runs if run.pins]
+        self.asked_bytes = asked_bytes
+        self.total_bytes = index.end - INDEX_BYTES
+        self.held_bytes = sum(run.bytes for run in held)
+        self.largest_bytes = max((gap.bytes for gap in index.gaps(held)), default=0)
+        pids = sorted({index.members[member] for run in held for member in run.pins})
+        free_bytes = sum(gap.bytes for gap in index.gaps(index.runs))
+        super().__init__(
+            f"an image takes {_mib(asked_bytes)} MiB, and the host cache of {_mib(self.total_bytes)} MiB has no room: "
+            f"{_mib(free_bytes)} MiB are free, {_mib(self.largest_bytes)} MiB in one piece if all images go that "
+            f"nobody uses; processes {', '.join(map(str, pids)) or '(none)'} use {_mib(self.held_bytes)} MiB, of it "
+            f"{_mib(index.bytes_of(State.PARKED))} MiB for parked requests: raise STACCATO_HOST_CACHE or place fewer "
+            "models here"
+        )
+
+
+class ImageBusy(Exception):
+    """Another runtime makes this image and does not come to an end."""
+
+
+class HostCacheStuck(Exception):
+    """Another runtime holds the index and does not go on."""
+
+
+class HostCacheMismatch(Exception):
+    """The file is not a host cache, or of another version."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageKey:
+    """All that decides the bytes of an image. `engine` is name, version and the settings that change a layout."""
+
+    digest: str  # of the artefact
+    engine: str
+    dtype: str
+    tensor_parallel: int
+    architecture: str  # of the device
+
+    def __str__(self) -> str:
+        parts = (self.digest, self.engine, self.dtype, str(self.tensor_parallel), self.architecture)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class HostCacheStats:
+    """Of the node: all runtimes together. total = images + parked + free; `pinned_bytes` are part of the images."""
+
+    total_bytes: int
+    image_bytes: int
+    pinned_bytes: int
+    parked_bytes: int
+    free_bytes: int
+    images: int
+    hits: int
+    misses: int
+    evictions: int
+
+
+class Notes(msgspec.Struct, frozen=True):
+    """What lies behind an image."""
+
+    checksums: list[int]
+    meta: bytes
+
+
+class Images:
+    """One runtime's door to the host cache. Thread-safe; close it when no transfer uses it any more."""
+
+    def __init__(self, cache: Cache, kept_bytes: int = 0) -> None:
+        self.cache = cache
+        self._kept_bytes = kept_bytes  # the most of parked memory that is kept while it is empty
+        self._empty: dict[int, tuple[Slabs, _Extent]] = {}  # by offset, the one that is longest so first
+        self._locks = _Locks(cache.fd)
+        self._view = cache.view(0, INDEX_BYTES)
+        self._closed = False
+        self._member = next(member for member in range(1 << 16) if self._locks.take(_MEMBER_LOCKS + member))
+        with self._change() as index:
+            index.forget([self._member])  # of one who had this number and died
+            index.members[self._member] = os.getpid()
+
+    @classmethod
+    def create(cls, cache_bytes: int, kept_bytes: int = 0) -> Images:
+        """A new cache, of at most so many bytes with its index; other processes open it by `fd`.
+
+        Memory for parked requests is dear to get: up to `kept_bytes` of it are kept by this runtime while empty."""
+        size = cache_bytes // FOLIO_BYTES * FOLIO_BYTES
+        if size <= INDEX_BYTES:
+            raise ValueError(
+                f"a host cache of {cache_bytes} bytes holds nothing: set STACCATO_HOST_CACHE to "
+                f"{_mib(INDEX_BYTES + FOLIO_BYTES)} MiB or more"
+            )
+        return cls(_begin(Cache(size)), kept_bytes)
+
+    @classmethod
+    def open(cls, fd: int, kept_bytes: int = 0) -> Images:
+        """The cache of another process, or an empty file to be one; `fd` stays the caller's to close.
+
+        Raises HostCacheMismatch."""
+        size = os.fstat(fd).st_size // FOLIO_BYTES * FOLIO_BYTES
+        locks = _Locks(fd)
+        with locks.index():
+            found = _MAGIC.unpack(os.pread(fd, _MAGIC.size, 0)) if size > INDEX_BYTES else None
+            if found not in (_MAGIC_VALUE, _BLANK):
+                raise HostCacheMismatch(
+                    f"file {fd} begins with {found}, a host cache with {_MAGIC_VALUE}: start all runtimes of a node "
+                    "from one release"
+                )
+            cache = Cache(size, fd)
+            if found == _BLANK:
+                _begin(cache)
+        locks.close()
+        return cls(cache, kept_bytes)
+
+    @property
+    def fd(self) -> int:
+        return self.cache.fd
+
+    def find(self, key: ImageKey) -> Image | None:
+        """Pinned until it is released."""
+        with self._change() as index:
+            run = index.image(str(key))
+            if run is None or run.state is not State.READY:
+                index.misses += 1
+                return None
+            index.hits += 1
+            index.pin(run, self._member)
+        return self._image(run)
+
+    def make(self, key: ImageKey, image_bytes: int, wait_s: float = MAKING_S) -> Image | Making:
+        """Room to make the image in, or the image if there is one.
+
+        Waits while another makes the same: a second copy would cost the room of a model and as much time. Takes over
+        from one that died or gave up. Raises HostCacheFull, ImageBusy, PoolError when the machine has no memory."""
+        deadline = time.monotonic() + wait_s
+        while (run := self._claim(str(key), image_bytes, deadline)) is None:
+            time.sleep(POLL_S)
+        if run.image_bytes != image_bytes:
+            self._release(run.offset)
+            raise ValueError(
+                f"the image of {key.digest} has {run.image_bytes} bytes, {image_bytes} are expected: something that "
+                "decides its layout is missing in its key"
+            )
+        if run.state is State.READY:
+            return self._image(run)
+        making = Making(self, run)
+        try:
+            self.cache.commit(run.offset, run.bytes)
+        except BaseException:
+            making.abandon()
+            raise
+        return making
+
+    def discard(self, key: ImageKey) -> bool:
+        """Nobody finds the image any more; its memory is free when it is used no longer. False if there is none."""
+        with self._change() as index:
+            run = index.image(str(key))
+            if run is None or run.state is not State.READY:
+                return False
+            run.state = State.DISCARDED
+            index.sweep()
+        return True
+
+    def stats(self) -> HostCacheStats:
+        with self._change() as index:
+            images = [run for run in index.runs if run.state is not State.PARKED]
+            total, parked = index.end - INDEX_BYTES, index.bytes_of(State.PARKED)
+            stored = sum(run.bytes for run in images)
+            return HostCacheStats(
+                total_bytes=total,
+                image_bytes=stored,
+                pinned_bytes=sum(run.bytes for run in images if run.pins),
+                parked_bytes=parked,
+                free_bytes=total - stored - parked,
+                images=len(images),
+                hits=index.hits,
+                misses=index.misses,
+                evictions=index.evictions,
+            )
+
+    def close(self) -> None:
+        """What this runtime pinned, makes or parked is let go. Views end here: touching one ends the process."""
+        with self._change() as index:
+            index.forget([self._member])
+        self._closed = True
+        self._locks.close()
+        self.cache.close()
+
+    # ── for Image, Making and Slabs ───────────────────────────────────────────────────────────────────────────────────
+
+    def _image(self, run: Run) -> Image:
+        notes = self.cache.view(_notes_at(run), run.notes_bytes)
+        return Image(self, run, msgspec.msgpack.decode(notes, type=Notes))
+
+    def _claim(self, key: str, image_bytes: int, deadline: float) -> Run | None:
+        """The image, pinned: READY, or MAKING and ours. None while it is another's."""
+        size = whole_folios(image_bytes + NOTES_BYTES)
+        with self._change() as index:
+            run = index.image(key)
+            if run and run.state is State.MAKING:
+                if time.monotonic() < deadline:
+                    return None
+                maker = index.members[next(iter(run.pins))]
+                raise ImageBusy(
+                    f"process {maker} makes the image {key[:12]} of {_mib(run.image_bytes)} MiB and takes longer than "
+                    "was waited for: see what holds it up, or end it and another takes over"
+                )
+            if run is None:
+                ranges = index.allocate(lambda gaps: best_fit(gaps, size))
+                if not ranges and self._drop_empty(index):
+                    ranges = index.allocate(lambda gaps: best_fit(gaps, size))
+                if not ranges:
+                    raise HostCacheFull(size, index)
+                run = Run(ranges[0].start, size, State.MAKING, {}, key, image_bytes)
+                index.runs.append(run)
+            index.pin(run, self._member)
+            return run
+
+    def _seal(self, run: Run, meta: bytes) -> Image:
+        if len(meta) > META_MOST:
+            raise ValueError(f"{len(meta)} bytes of meta for an image, at most {META_MOST} are kept")
+        checksums = [zlib.crc32(self.cache.view(*sample)) for sample in _samples(run.offset, run.image_bytes)]
+        notes = msgspec.msgpack.encode(Notes(checksums, meta))
+        self.cache.view(_notes_at(run), len(notes))[:] = notes
+        with self._change() as index:
+            run = index.at(run.offset)
+            run.state, run.notes_bytes = State.READY, len(notes)
+        return self._image(run)
+
+    def _release(self, offset: int) -> None:
+        if self._closed:  # all pins went with it
+            return
+        with self._change() as index:
+            index.unpin(index.at(offset), self._member)
+
+    def _park(self, blocks: int, block_bytes: int) -> list[Range]:
+        """Memory for so many blocks, in one piece or several; none if there is not enough."""
+        with self._change() as index:
+            ranges = index.allocate(lambda gaps: fit_blocks(gaps, blocks, block_bytes))
+            if not ranges and self._drop_empty(index):
+                ranges = index.allocate(lambda gaps: fit_blocks(gaps, blocks, block_bytes))
+            if len(index.runs) + len(ranges) > RUNS_MOST:
+                return []
+            index.runs += [Run(r.start, r.bytes, State.PARKED, {self._member: 1}) for r in ranges]
+        try:
+            for range_ in ranges:
+                self.cache.commit(range_.start, range_.bytes)
+        except BaseException as error:
+            for range_ in ranges:
+                self._release(range_.start)
+            if isinstance(error, PoolError) and error.code is Code.NO_MEMORY:
+                return []
+            raise
+        return ranges
+
+    def _keep(self, slabs: Slabs, extent: _Extent) -> None:
+        """It is empty: kept, for as long as no younger one takes its place."""
+        self._empty[extent.offset] = slabs, extent
+        while self._empty and sum(old.bytes for _, old in self._empty.values()) > self._kept_bytes:
+            slabs, oldest = self._empty.pop(next(iter(self._empty)))
+            slabs.lose(oldest)
+            self._release(oldest.offset)
+
+    def _use(self, extent: _Extent) -> None:
+        self._empty.pop(extent.offset, None)
+
+    def _drop_empty(self, index: Index) -> bool:
+        """Room is short: what this runtime keeps empty goes; whether there was any."""
+        empty, self._empty = self._empty, {}
+        for slabs, extent in empty.values():
+            slabs.lose(extent)
+            index.unpin(index.at(extent.offset), self._member)
+        return bool(empty)
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[Index]:
+        """The index, under its lock; written if all goes well, and then memory that belongs to nobody is given back."""
+        with self._locks.index():
+            index = _read_index(self._view)
+            before = index.runs
+            index.forget([m for m in index.members if m != self._member and not self._locks.taken(_MEMBER_LOCKS + m)])
+            yield index
+            _write_index(self._view, index)
+            kept = {id(run) for run in index.runs}
+            for run in before:
+                if id(run) not in kept:
+                    self.cache.discard(run.offset, run.bytes)
+
+
+class Image:
+    """Weights that stay where they are until `release`, also when the image is discarded meanwhile."""
+
+    def __init__(self, images: Images, run: Run, notes: Notes) -> None:
+        self.offset = run.offset
+        self.bytes = run.image_bytes
+        self.meta = notes.meta
+        self._images = images
+        self._checksums = notes.checksums
+        self._released = False
+
+    @property
+    def view(self) -> memoryview:
+        return self._images.cache.view(self.offset, self.bytes).toreadonly()
+
+    def sample(self, number: int) -> bool:
+        """Whether one of the samples, counted round, is what it was when the image was sealed. Tens of microseconds."""
+        samples = _samples(self.offset, self.bytes)
+        number %= len(samples)
+        return zlib.crc32(self._images.cache.view(*samples[number])) == self._checksums[number]
+
+    def verify(self) -> bool:
+        """Whether all samples are; of an image up to 16 MiB that is every byte."""
+        return all(self.sample(number) for number in range(len(self._checksums)))
+
+    def release(self) -> None:
+        if not self._released:
+            self._released = True
+            self._images._release(self.offset)
+
+    def __enter__(self) -> Image:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+
+class Making:
+    """Room for an image. Left without `seal` it is abandoned."""
+
+    def __init__(self, images: Images, run: Run) -> None:
+        self.offset = run.offset
+        self.bytes = run.image_bytes
+        self._images = images
+        self._run: Run | None = run
+
+    @property
+    def view(self) -> memoryview:
+        return self._images.cache.view(self.offset, self.bytes)
+
+    def seal(self, meta: bytes) -> Image:
+        """The image is as it shall stay: from now on others find it. `meta` goes with it, META_MOST bytes at most."""
+        if self._run is None:
+            raise ValueError("this image was sealed or abandoned before")
+        image = self._images._seal(self._run, meta)
+        self._run = None
+        return image
+
+    def abandon(self) -> None:
+        if self._run:
+            self._run = None
+            self._images._release(self.offset)
+
+    def __enter__(self) -> Making:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.abandon()
+
+
+@dataclass(slots=True)
+class _Extent:
+    offset: int
+    bytes: int
+    first: int
+    blocks: int
+    free: set[int]
+
+
+class Slabs:
+    """KV blocks of one model's parked requests: block i lies at i * block_bytes of the cache. For one thread.
+
+    Grows by whole folios for which images that nobody uses are evicted: a parked request is dearer, it can't be read
+    again from a file."""
+
+    def __init__(self, images: Images, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self._images = images
+        self._extents: list[_Extent] = []  # by place
+
+    @property
+    def taken(self) -> int:
+        """Blocks."""
+        return sum(extent.blocks - len(extent.free) for extent in self._extents)
+
+    def take(self, count: int) -> list[int] | None:
+        """Numbers of blocks, neighbours where possible; None when there is no room for all of them."""
+        missing = count - sum(len(extent.free) for extent in self._extents)
+        if missing > 0 and not self._grow(missing):
+            return None
+        taken: list[int] = []
+        for extent in sorted(self._extents, key=lambda extent: len(extent.free)):  # the fullest: others may get empty
+            share = sorted(extent.free)[: count - len(taken)]
+            if share:
+                self._images._use(extent)
+            extent.free.difference_update(share)
+            taken += share
+        return taken
+
+    def free(self, blocks: Iterable[int]) -> None:
+        touched = [self._give_back(block) for block in blocks]
+        for extent in {id(extent): extent for extent in touched}.values():
+            if len(extent.free) == extent.blocks:
+                self._images._keep(self, extent)
+
+    def lose(self, extent: _Extent) -> None:
+        """One that is empty."""
+        self._extents.remove(extent)
+
+    def _give_back(self, block: int) -> _Extent:
+        place = bisect_right(self._extents, block, key=lambda extent: extent.first) - 1
+        extent = self._extents[place] if place >= 0 else None
+        if extent is None or block >= extent.first + extent.blocks or block in extent.free:
+            raise ValueError(f"block {block} of {self.block_bytes} bytes is not taken")
+        extent.free.add(block)
+        return extent
+
+    def _grow(self, count: int) -> bool:
+        ranges = self._images._park(count, self.block_bytes)
+        for range_ in ranges:
+            first, end = -(-range_.start // self.block_bytes), range_.end // self.block_bytes
+            self._extents.append(_Extent(range_.start, range_.bytes, first, end - first, set(range(first, end))))
+        self._extents.sort(key=lambda extent: extent.first)
+        return bool(ranges)
+
+
+class _Locks:
+    """Locks between processes, and threads of this one, that end with the open file description which holds them: when
+    this process dies, or the last of those it forked without an exec."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # a description that no other shares
+        self._threads = threading.Lock()
+
+    @contextlib.contextmanager
+    def index(self) -> Iterator[None]:
+        with self._threads:
+            deadline = time.monotonic() + LOCK_S
+            while not self.take(_INDEX_LOCK):
+                if time.monotonic() > deadline:
+                    raise HostCacheStuck(
+                        f"the index of the host cache is held for {LOCK_S:.0f} s: a runtime of this node was stopped "
+                        "while it changed it, let it go on or end it"
+                    )
+                time.sleep(0.0005)
+            try:
+                yield
+            finally:
+                self._set(_INDEX_LOCK, fcntl.F_UNLCK)
+
+    def take(self, byte: int) -> bool:
+        try:
+            self._set(byte, fcntl.F_WRLCK)
+        except BlockingIOError:
+            return False
+        return True
+
+    def taken(self, byte: int) -> bool:
+        """By another."""
+        found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _set(self, byte: int, kind: int) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+
+
+# ── where things lie ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _samples(offset: int, size: int) -> list[tuple[int, int]]:
+    """Offset and length of each: the first and the last bytes, and others spread evenly between."""
+    if size <= SAMPLE_BYTES:
+        return [(offset, size)]
+    count = min(SAMPLES_MOST, -(-size // SAMPLE_BYTES))
+    return [(offset + number * (size - SAMPLE_BYTES) // (count - 1), SAMPLE_BYTES) for number in range(count)]
+
+
+def _notes_at(run: Run) -> int:
+    return run.offset + run.image_bytes
+
+
+def _mib(size: int) -> str:
+    return f"{round(size / (1 << 20), 2):.12g}"
+
+
+def _begin(cache: Cache) -> Cache:
+    """Write an empty index into it; the magic last."""
+    view = cache.view(0, INDEX_BYTES)
+    _write_index(view, Index(cache.bytes))
+    _MAGIC.pack_into(view, 0, *_MAGIC_VALUE)
+    return cache
+
+
+# ── the index in the file ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _read_index(view: memoryview) -> Index:
+    at = _COPIES_AT[view[_TURN_AT]] + _LENGTH.size
+    (length,) = _LENGTH.unpack_from(view, at - _LENGTH.size)
+    return msgspec.msgpack.decode(view[at : at + length], type=Index)
+
+
+def _write_index(view: memoryview, index: Index) -> None:
+    encoded = msgspec.msgpack.encode(index)
+    room = _COPIES_AT[1] - _COPIES_AT[0] - _LENGTH.size
+    assert len(encoded) <= room, f"{len(index.runs)} runs do not fit into the index"
+    turn = 1 - view[_TURN_AT]
+    at = _COPIES_AT[turn]
+    _LENGTH.pack_into(view, at, len(encoded))
+    view[at + _LENGTH.size : at + _LENGTH.size + len(encoded)] = encoded
+    view[_TURN_AT] = turn

@@ -1,0 +1,58 @@
+"""Who has how many of the device's pages, as the machine counts them: booked when asked for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from runtime.engine.base import Held
+from runtime.request import ModelKey
+
+_NOTHING = Held()
+
+
+class Pages:
+    """The books of one pool. What all hold never exceeds `total`, whatever is still on its way."""
+
+    def __init__(self, total: int, page_bytes: int) -> None:
+        self.total, self.page_bytes = total, page_bytes
+        self.used = 0
+        self._held: dict[ModelKey, Held] = {}
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+    @property
+    def held(self) -> Mapping[ModelKey, Held]:
+        """By model; those that hold nothing and want nothing are left out."""
+        return self._held
+
+    def of(self, model: ModelKey) -> Held:
+        return self._held.get(model, _NOTHING)
+
+    def book(self, model: ModelKey, weights: int = 0, kv: int = 0) -> None:
+        """So many pages more, or fewer, than now: asked for, and sure to come or to go. Spare ones go first."""
+        held = self.of(model)
+        spare = max(0, held.kv_spare + min(0, kv))
+        self.settle(model, replace(held, weights=held.weights + weights, kv=held.kv + kv, kv_spare=spare))
+
+    def settle(self, model: ModelKey, held: Held) -> None:
+        """What the engine said it holds takes the place of what was booked."""
+        before = self.of(model)
+        self.used += held.weights + held.kv - before.weights - before.kv
+        assert held.weights >= 0 and held.kv >= 0, f"{model} holds fewer than no pages: {held}"
+        assert self.used <= self.total, f"{self.used} of {self.total} pages: {model} went from {before} to {held}"
+        if held == _NOTHING:
+            self._held.pop(model, None)
+        else:
+            self._held[model] = held
+
+    def mib(self, pages: int) -> str:
+        """For sentences: `12 pages (24 MiB)`."""
+        return f"{pages} pages ({pages * self.page_bytes / (1 << 20):.0f} MiB)"
+
+    def check(self) -> None:
+        assert self.used == sum(held.weights + held.kv for held in self._held.values()), "the sum of all is not kept"
+        assert 0 <= self.used <= self.total, f"{self.used} pages are held of {self.total}"

@@ -1,0 +1,93 @@
+"""The one command for a GPU machine: `python tests/bench/gpu/all.py OUT_DIR [PART ...]`, every part if none is named.
+
+The machine needs a GPU with its driver, Python 3.11, a C++ compiler, nvcc, pytest, hypothesis, torch and cupy, and of
+ours nothing but this repository. Each part is a process with a time limit; what it prints goes to the terminal and to
+OUT_DIR. A part that fails stops no other, but the exit status tells. On an H100 or H200 expect, at most 10 minutes:
+
+  build          30 s   the memory library, and by nvcc its kernels and its view of the driver
+  tests          60 s   tests/gpu
+  driver_calls   90 s   A what the driver's calls cost, B behind a running kernel, C for who launches meanwhile
+  scale_up      120 s   D pinned memory and the link, E an image of 15 GiB back from the cache
+  gather         60 s   scattered KV blocks: piece by piece, or packed by a kernel
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[3]
+
+
+class Part(NamedTuple):
+    command: list[str]
+    limit_s: int
+    output: str
+
+
+def bench(name: str, limit_s: int) -> Part:
+    return Part([sys.executable, f"tests/bench/gpu/bench_{name}.py"], limit_s, f"{name}.jsonl")
+
+
+# Our pytest settings name plugins that the machine does not have.
+TESTS = [
+    sys.executable,
+    "-m",
+    "pytest",
+    "-c",
+    os.devnull,
+    "--rootdir",
+    str(ROOT),
+    "-p",
+    "no:cacheprovider",
+    "-rs",
+    "-v",
+]
+PARTS = {
+    "build": Part(["make", "-j4", "-C", "csrc", "all", "cuda"], 70, "build.txt"),
+    "tests": Part([*TESTS, "tests/gpu"], 110, "tests.txt"),
+    "driver_calls": bench("driver_calls", 120),
+    "scale_up": bench("scale_up", 220),
+    "gather": bench("gather", 80),
+}
+
+
+def main(out: Path, names: list[str]) -> int:
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        sys.exit(f"there is no part {', '.join(unknown)}: the parts are {', '.join(PARTS)}")
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [carry_out(name, out) for name in names or PARTS]
+    summary = "".join(f"{line}\n" for line in lines)
+    (out / "summary.txt").write_text(summary)
+    print(summary, end="")
+    return int(any(" failed " in line for line in lines))
+
+
+def carry_out(name: str, out: Path) -> str:
+    """One line on how it went."""
+    part = PARTS[name]
+    started = time.monotonic()
+    process = subprocess.Popen(part.command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    timer = threading.Timer(part.limit_s, os.killpg, (process.pid, signal.SIGKILL))  # with its own children
+    timer.start()
+    with (out / part.output).open("w") as file:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            file.write(line)
+    status = process.wait()
+    timer.cancel()
+    took = f"{time.monotonic() - started:.0f} s of {part.limit_s} s"
+    return f"{name:14}ok      {took}" if status == 0 else f"{name:14}failed  {took}, exit status {status}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(str(__doc__))
+    sys.exit(main(Path(sys.argv[1]).resolve(), sys.argv[2:]))

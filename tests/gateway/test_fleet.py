@@ -1,0 +1,33 @@
+"""Which runtime a request goes to, from what the runtimes say."""
+
+from __future__ import annotations
+
+from gateway.fleet import COLDNESS, Coldness
+from store.wire import ModelState, Residency
+from tests.gateway.plane import Plane
+
+
+async def test_a_request_goes_where_the_model_is_nearest_to_the_device(plane: Plane) -> None:
+    nearest_last = [Residency.COLD, Residency.STAGED, Residency.RESIDENT]
+    for number, residency in enumerate(nearest_last):
+        runtime = f"r{number}"
+        await plane.report({"m": ModelState(residency=residency, running=number)}, runtime)
+        assert plane.fleet.choose("m") == runtime
+    assert plane.fleet.choose("m", avoid=frozenset({"r2"})) == "r1"
+
+
+async def test_of_runtimes_equally_near_the_one_with_the_fewest_requests_is_taken(plane: Plane) -> None:
+    await plane.report({"m": ModelState(residency=Residency.STAGED, running=1, waiting=1)}, "r1")
+    await plane.report({"m": ModelState(residency=Residency.LEAVING, running=1)}, "r2")
+    await plane.report({"m": ModelState(residency=Residency.LOADING, waiting=3)}, "r3")
+    assert plane.fleet.choose("m") == "r2"
+
+
+async def test_a_runtime_where_the_model_failed_is_not_chosen(plane: Plane) -> None:
+    await plane.report({"m": ModelState(residency=Residency.FAILED, error="it can't be read")})
+    assert plane.fleet.choose("m") is None
+
+
+def test_every_residency_but_failed_has_its_coldness() -> None:
+    assert set(COLDNESS) == set(Residency) - {Residency.FAILED}
+    assert COLDNESS[Residency.STAGED] is Coldness.HOST and COLDNESS[Residency.COLD] is Coldness.DISK

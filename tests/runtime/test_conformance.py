@@ -1,0 +1,156 @@
+"""What must hold of a vLLM release before the runtime may use it: run this first when the window of versions is widened.
+
+That tokens are the same is shown at length by test_engine.py and test_switching.py; here are the seams one by one.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.engine.base import EngineError
+from runtime.request import RequestId
+from tests.runtime.engines import asleep, awake, payload, spec
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM, torch and transformers, not ours
+POOL_BYTES, HOST_BYTES = 64 << 20, 256 << 20
+STRAY_MOST = 0.001  # of a model's bytes
+
+
+@pytest.fixture
+def build() -> Iterator[Any]:
+    from runtime.engine.builder import Builder
+
+    build = Builder(POOL_BYTES, HOST_BYTES)
+    yield build
+    gc.collect()
+    build.close()
+
+
+def test_this_release_passes_its_self_check(build: Any) -> None:
+    from runtime.engine.selfcheck import self_check
+
+    self_check(build)
+    assert build.pages_used() == 0 and build.images.stats().images == 0
+
+
+def test_the_self_check_notices_a_kv_cache_that_is_not_brought_back(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runtime.engine.selfcheck import self_check
+    from runtime.memory.kv import KvRegion
+    from runtime.memory.native import Direction
+
+    copy = KvRegion.copy
+
+    def forgetful(self: KvRegion, cache: Any, blocks: Any, host: Any, direction: Direction, after: Any) -> Any:
+        return copy(self, cache, blocks, host, Direction.TO_HOST, after)
+
+    monkeypatch.setattr(KvRegion, "copy", forgetful)
+    with pytest.raises(EngineError, match="a request that was parked says"):
+        self_check(build)
+
+
+def test_the_self_check_notices_weights_that_stay_where_they_are(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runtime.engine import worker
+    from runtime.engine.selfcheck import self_check
+
+    monkeypatch.setattr(worker, "tensors_of", lambda model: [])
+    with pytest.raises(EngineError, match="of a toy's weights"):
+        self_check(build)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "opt"])
+def test_all_memory_of_a_model_moves(
+    build: Any, random_models: dict[str, Path], architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever vLLM allocated while it loaded the model is in the reservation, or gone."""
+    from runtime.engine.worker import PooledWorker
+
+    stray: list[int] = []
+    load_model = PooledWorker.load_model
+
+    def counted(self: PooledWorker, **kwargs: Any) -> None:
+        before = storages()
+        load_model(self, **kwargs)
+        from runtime.engine.worker import building
+
+        home = building.get().home.reservation
+        inside = range(home.address, home.address + home.bytes)
+        stray.append(sum(size for at, size in storages().items() if at not in before and at not in inside))
+
+    monkeypatch.setattr(PooledWorker, "load_model", counted)
+    engine = build(spec(random_models[architecture]))
+    assert stray[0] <= STRAY_MOST * engine.home.used
+    engine.close()
+
+
+def storages() -> dict[int, int]:
+    """Address and bytes of every tensor's memory, that of frozen objects too."""
+    import torch
+
+    gc.unfreeze()
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.device.type != "meta"]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
+
+
+def test_two_models_of_equal_shape_share_no_memory(build: Any, random_models: dict[str, Path]) -> None:
+    """vLLM keeps tables of rotary positions for all models of the process."""
+    first, second = build(spec(random_models["llama"])), build(spec(random_models["llama"], key="again"))
+    assert build.images.stats().images == 1, "they have the same weights: one image"
+    awake(first)
+    awake(second)
+    asleep(first)
+    assert second.check() is None
+    asleep(second)
+    assert awake(first).check() is None
+    first.close()
+    second.close()
+
+
+def test_a_sleeping_model_takes_requests_and_holds_no_page(build: Any, random_models: dict[str, Path]) -> None:
+    engine = build(spec(random_models["llama"]))
+    engine.add(RequestId("a"), payload([5, 6, 7], temperature=0, max_tokens=3, ignore_eos=True))
+    assert engine.busy() and build.pages_used() == 0
+    awake(engine, engine.held().kv_wanted)
+    assert [token for _ in range(3) for output in engine.step() for token in output.tokens]
+    assert not engine.busy()
+    engine.close()
+
+
+def test_an_image_that_changed_is_noticed_and_given_up(build: Any, random_models: dict[str, Path]) -> None:
+    engine = build(spec(random_models["llama"]))
+    image = engine.weights.image
+    build.images.cache.view(image.offset, image.bytes)[: 1 << 16] = bytes(1 << 16)
+    awake(engine)
+    wrong = engine.check()
+    assert wrong is not None
+    engine.close()
+    assert build.images.stats().images == 0
+    again = awake(build(spec(random_models["llama"])))
+    assert again.check() is None
+    again.close()
+
+
+def test_files_that_changed_since_they_were_registered_are_refused(build: Any, random_models: dict[str, Path]) -> None:
+    import msgspec
+
+    registered = msgspec.structs.replace(
+        spec(random_models["llama"]), digest="0" * 64, architecture="LlamaForCausalLM"
+    )
+    with pytest.raises(EngineError, match="have changed since they were registered"):
+        build(registered)
+
+
+def test_a_host_cache_that_is_full_says_so_with_numbers(random_models: dict[str, Path]) -> None:
+    from runtime.engine.builder import Builder
+
+    build = Builder(POOL_BYTES, 4 << 20)
+    with pytest.raises(EngineError, match="the host cache of 2 MiB has no room"):
+        build(spec(random_models["llama"]))
+    build.close()
