@@ -20,6 +20,11 @@ class SettingsError(ValueError):
     """A setting that cannot be used: names the variable, its value and what is expected."""
 
 
+def _memory() -> int:
+    """Bytes that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _paths(value: object) -> object:
     return [Path(part) for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
 
@@ -38,6 +43,7 @@ class Settings(BaseSettings):
     model_roots: Annotated[list[Path], NoDecode, BeforeValidator(_paths)] = []  # tenants may register below these
     runtimes: int = Field(1, ge=0, le=64)
     device_memory: ByteSize = ByteSize(512 << 20)  # of each runtime's page pool on a machine without a GPU
+    host_cache: ByteSize = ByteSize(_memory() // 2)  # images of models and parked requests, all runtimes together
     policy: str = "round-robin"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     body_limit_bytes: ByteSize = ByteSize(8 << 20)

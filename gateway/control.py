@@ -125,12 +125,18 @@ def _gpu(lease: Lease, users: dict[str, list[str]]) -> dict[str, object]:
         "draining": lease.draining,
         "holder": lease.holder or None,
         "switches": lease.switches,
+        "memory_bytes": lease.pages_total * lease.page_bytes,
+        "used_bytes": lease.pages_used * lease.page_bytes,
         "models": {
             key: {
                 "deployments": sorted(users.get(key, [])),
                 "residency": state.residency.name.lower(),
                 "error": state.error or None,
                 "load_ms": state.load_ms,
+                "fetches": state.fetches,
+                "fetch_ms": state.fetch_ms,
+                "weights_bytes": state.weights_pages * lease.page_bytes,
+                "kv_bytes": state.kv_pages * lease.page_bytes,
                 "running": state.running,
                 "waiting": state.waiting,
                 "turns": state.turns,

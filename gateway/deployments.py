@@ -159,9 +159,26 @@ async def _model(connection: AsyncConnection, tenant_id: str, spec: Spec, servin
         raise Problem(409, "model_importing", f"model {model.name!r} is still imported: try again", headers=_SOON)
     if (tokens := spec.max_model_len) and tokens > model.artefact.context_tokens:
         raise invalid("/max_model_len", f"{tokens} tokens, {model.name!r} takes {model.artefact.context_tokens}")
+    _check_room(engine_of(spec, model), model.name, serving.fleet.largest_pool_bytes)
     one_of("/tool_parser", spec.tool_parser, serving.tool_parsers)
     one_of("/reasoning_parser", spec.reasoning_parser, serving.reasoning_parsers)
     return model
+
+
+def _check_room(engine: wire.EngineSpec, name: str, pool_bytes: int) -> None:
+    """Of the weights and one request of full length. The runtime knows to the page; this is to say it at once."""
+    needed = engine.weight_bytes + engine.kv_bytes_per_token * engine.max_model_len
+    if 0 < pool_bytes < needed:
+        raise invalid(
+            "/model",
+            f"{name!r} takes {_mib(engine.weight_bytes)} MiB for its weights and {_mib(needed - engine.weight_bytes)} "
+            f"for one request of {engine.max_model_len} tokens, and the largest device has {_mib(pool_bytes)} MiB: "
+            "lower max_model_len, choose a smaller dtype, or give runtimes more with STACCATO_DEVICE_MEMORY",
+        )
+
+
+def _mib(size: int) -> int:
+    return -(-size // (1 << 20))
 
 
 _SOON = {"retry-after": "1"}

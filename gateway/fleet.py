@@ -48,6 +48,11 @@ class Fleet:
         now = time.monotonic()
         return {id: lease for id, (lease, at) in sorted(self._leases.items()) if now - at < LEASE_TTL_S}
 
+    @property
+    def largest_pool_bytes(self) -> int:
+        """Of the devices that are known; 0: none is."""
+        return max((lease.pages_total * lease.page_bytes for lease in self.leases.values()), default=0)
+
     def states(self, key: str) -> dict[str, wire.ModelState]:
         """Where the model is, by runtime id."""
         return {id: lease.models[key] for id, lease in self.leases.items() if key in lease.models}

@@ -39,6 +39,7 @@ class Child:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     stop_s: float = 10.0  # from SIGTERM to SIGKILL
+    fds: tuple[int, ...] = ()  # files it gets under the same numbers
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class _Kept:
                 stderr=writing,
                 process_group=0,  # Ctrl-C reaches the supervisor alone, which stops the children in order
                 preexec_fn=_die_with(os.getpid()),
+                pass_fds=self._child.fds,
             )
         except OSError as error:
             os.close(reading)

@@ -32,7 +32,7 @@ READY_PERIOD_S = 0.1
 LOOPBACK = "127.0.0.1"
 
 # What each role is told. A runtime never learns where the database is, nor the operator's key.
-RUNTIME_SETTINGS = ("nats_url", "device_memory", "policy", "log_level")
+RUNTIME_SETTINGS = ("nats_url", "device_memory", "host_cache", "policy", "log_level")
 LEDGER_SETTINGS = ("nats_url", "database_url", "log_level")
 
 
@@ -232,14 +232,17 @@ def start_roles(tree: Tree, settings: Settings) -> None:
     gateway_settings = tuple(Settings.model_fields)
     tree.start(Child("ledger", module_command("store.ledger"), environment(settings, LEDGER_SETTINGS), stop_s=15))
     runtimes = [f"r{number}" for number in range(1, settings.runtimes + 1)]
-    runtime_environment = environment(settings, RUNTIME_SETTINGS)
-    tree.start(
-        *(
-            Child(name, module_command("runtime.node"), runtime_environment | {PREFIX + "RUNTIME_ID": name}, stop_s=40)
-            for name in runtimes
-        )
-    )
+    tree.start(*_runtimes(settings, runtimes))
     tree.start(Child("gateway", module_command("gateway.app"), environment(settings, gateway_settings), stop_s=40))
+
+
+def _runtimes(settings: Settings, names: list[str]) -> list[Child]:
+    """They share one host cache: a file without a name, whose memory is taken as it is used."""
+    cache = os.memfd_create("staccato-host-cache")
+    os.ftruncate(cache, settings.host_cache)
+    told = environment(settings, RUNTIME_SETTINGS) | {PREFIX + "HOST_CACHE_FD": str(cache)}
+    command = module_command("runtime.node")
+    return [Child(name, command, told | {PREFIX + "RUNTIME_ID": name}, stop_s=40, fds=(cache,)) for name in names]
 
 
 def module_command(name: str) -> tuple[str, ...]:

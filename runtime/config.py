@@ -29,6 +29,7 @@ class RuntimeSettings(BaseSettings):
     policy: str = "round-robin"
     device_memory: ByteSize = ByteSize(512 << 20)  # the pool of pages for weights and KV cache
     host_cache: ByteSize = ByteSize(_memory() // 2)  # the most that images of models and parked requests take
+    host_cache_fd: int = -1  # the file that the runtimes of a node share for that; without one it is this runtime's own
     threads: int = _threads()  # compute threads of the device process, without a GPU
     drain_s: float = 30.0  # longest wait for streams to end after SIGTERM
 

@@ -205,7 +205,7 @@ class Device:
             return BuildFailed(model, _reason("device.build_failed", model, error))
         took_s = self._clock() - began
         log.info("device.built", model=model, took_ms=round(took_s * 1e3), weights_pages=engine.weights_pages)
-        return Built(model, took_s, engine.weights_pages, engine.kv_pages_least)
+        return Built(model, took_s, engine.weights_pages, engine.kv_pages_least, engine.held())
 
     def _close(self, model: ModelKey) -> Event:
         """Whatever it raises, it is gone; pages that it did not give back are found missing when the device rests."""
@@ -322,15 +322,18 @@ def _reason(what: str, model: ModelKey, error: Exception) -> str:
 
 
 def main() -> None:
-    """`python -m runtime.device FD POLICY POOL_BYTES HOST_BYTES`, started by the node; FD is this end of the pipe."""
-    fd, policy, pool_bytes, host_bytes = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    """`python -m runtime.device FD POLICY POOL_BYTES HOST_BYTES [HOST_FD]`, started by the node with its pipe's end."""
+    fd, policy, memory = int(sys.argv[1]), sys.argv[2], [int(number) for number in sys.argv[3:]]
     observe.configure_logs("device")
-    from runtime.engine.builder import Builder as EngineBuilder  # seconds: only this process pays
+    from runtime.engine.builder import Builder  # seconds: only this process pays
+    from runtime.engine.selfcheck import self_check
 
     pipe = DeviceEnd(socket.socket(fileno=fd))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the node decides when this process ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    Device(pipe, POLICIES[policy], EngineBuilder(pool_bytes, host_bytes), time.monotonic).run()
+    build = Builder(*memory)
+    self_check(build)
+    Device(pipe, POLICIES[policy], build, time.monotonic).run()
     os._exit(0)  # vLLM's exit handlers tear down what is going anyway
 
 

@@ -52,6 +52,7 @@ class Built(msgspec.Struct, frozen=True):
     took_s: float
     weights_pages: int  # all of its weights
     kv_pages_least: int  # with fewer it could not serve its longest request
+    held: Held = Held()  # no pages; what it wants for its first step
 
 
 class BuildFailed(msgspec.Struct, frozen=True):

@@ -120,7 +120,6 @@ class Instance:
             case Closed(key):
                 return self._closed(self.models[key])
             case Refused(request, key, error):
-                self.models[key].stuck = False
                 return self._lose([self._take(request)], error)
             case _:
                 assert_never(event)
@@ -187,6 +186,7 @@ class Instance:
         self._busy = False
         self._enter(model, Phase.STAGED)
         model.weights_pages, model.loading_s = built.weights_pages, built.took_s
+        self.pages.settle(model.key, built.held)
         least = built.weights_pages + built.kv_pages_least
         if self._leave_if_withdrawn(model) or least <= self.pages.total:
             return []
@@ -343,9 +343,6 @@ class Instance:
         if (upkeep := self._upkeep()) is not None:
             self._busy = True
             return [*effects, upkeep]
-        for model in order:
-            if model.stuck:
-                effects += self._move(grow(model, order, self.pages))
         stepper = self._stepper(order)
         if stepper is not None:
             effects += self._move(grow(stepper, order, self.pages))
@@ -474,7 +471,8 @@ class Instance:
             assert not model.waiting or model.phase is not Phase.RESIDENT, f"{where} holds requests back"
             assert not (model.stuck or model.fresh) or model.phase is Phase.RESIDENT, f"{where} is stuck or fresh"
             assert not (model.stuck and not model.running), f"{where} is stuck without requests"
-            assert model.wish is Wish.NONE or model.phase is not Phase.RESIDENT or not model.has_requests
+            assert model.wish is not Wish.AWAKE or model.phase is not Phase.RESIDENT, f"{where} is to become it again"
+            assert model.wish is not Wish.ASLEEP or not model.has_requests, f"{where} is to sleep amid its requests"
             assert pages == Held() or model.phase in (*_WITH_ENGINE, Phase.CLOSING), f"{where} holds {pages}"
         assert sum(model.phase is Phase.FETCHING for model in self.models.values()) <= 1, "two fetches at once"
         assert set(self.pages.held) <= set(self.models), "pages are held by a model that is not there"

@@ -58,6 +58,10 @@ class Node:
         self._engine = ""
         self._draining = False
         self._lease_due = asyncio.Event()
+        self._host_cache = settings.host_cache_fd  # outlives the device process, and so do the images in it
+        if self._host_cache < 0:
+            self._host_cache = os.memfd_create("staccato-host-cache")
+            os.ftruncate(self._host_cache, settings.host_cache)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains: refuses new requests and lets the open ones end."""
@@ -199,9 +203,10 @@ class Node:
     async def _start_device(self, fd: int) -> asyncio.subprocess.Process:
         settings = self._settings
         environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "PYTHONUNBUFFERED": "1"}
-        arguments = [str(fd), settings.policy, str(int(settings.device_memory)), str(int(settings.host_cache))]
+        numbers = (int(settings.device_memory), int(settings.host_cache), self._host_cache)
+        arguments = [str(fd), settings.policy, *map(str, numbers)]
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "runtime.device", *arguments, env=environment, pass_fds=[fd]
+            sys.executable, "-P", "-m", "runtime.device", *arguments, env=environment, pass_fds=[fd, self._host_cache]
         )
 
     async def _from_device(self, message: pipe.ToNode, device: pipe.NodeEnd) -> None:

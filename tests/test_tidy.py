@@ -17,7 +17,7 @@ DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 # No clock, no chance, no I/O: the same file runs in production and in a simulator.
 PURE = re.compile(
-    r"runtime/(request|model|events|instance|ring|policy/\w+|engine/base)\.py"
+    r"runtime/(request|model|pages|events|instance|ring|policy/\w+|engine/base|memory/index)\.py"
     r"|store/wire\.py"
     r"|gateway/status\.py"
 )
@@ -42,6 +42,7 @@ HOMES = {
     "alembic": r"(store|migrations)/.*",
     "vllm": r"runtime/engine/\w+\.py|gateway/front\.py",
     "torch": r"runtime/engine/\w+\.py|gateway/front\.py",
+    "cupy": r"runtime/memory/kernels\.py",
     "fastapi": r"gateway/front\.py",
 }
 # The handle of a transaction goes through the gateway's hands, from `store.db` to the rest of `store`.

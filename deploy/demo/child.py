@@ -79,13 +79,13 @@ class Platform:
 
 
 @contextlib.asynccontextmanager
-async def running(data: Path) -> AsyncIterator[Platform]:
+async def running(data: Path, *options: str) -> AsyncIterator[Platform]:
     """The platform on a free port, with `data` emptied first; at the end everything it started is gone."""
     log = await asyncio.to_thread(_cleared, data)
     port = _free_port()
     with log.open("w") as file:
         process = await asyncio.create_subprocess_exec(
-            _staccato(), "up", env=_environment(data, port), stdout=file, stderr=file,
+            _staccato(), "up", *options, env=_environment(data, port), stdout=file, stderr=file,
             process_group=0,  # Ctrl-C reaches the tour alone, which then ends the platform in order
         )  # fmt: skip
     try:

@@ -32,6 +32,7 @@ TENANTS = {"acme": ("faq", "poet"), "globex": ("weather", "music")}
 OPTIONS = {"weather": "--tool-parser hermes"}
 COLORS = {"faq": "cyan", "poet": "magenta", "weather": "yellow", "music": "green"}
 PRICE_PICO = {"prompt": 500_000, "cached": 50_000, "output": 2_000_000}  # USD 0.50, 0.05 and 2 for a million tokens
+DEVICE_MEMORY = "12MiB"  # one or two of these models fit, with the KV cache of their requests: they take turns
 STREAMS_PER_MODEL = 2
 BOOKED_S_MOST = 15.0
 ASLEEP_S_MOST = 30.0
@@ -46,8 +47,8 @@ async def tour() -> None:
     began_s = time.monotonic()
     began_at = datetime.now(UTC)
     say("The platform: a bus, a ledger, a runtime, a gateway")
-    console.print(f"[bold]$ export STACCATO_DATA={DATA}[/]\n[bold]$ staccato up[/]")
-    async with running(DATA.absolute()) as platform:
+    console.print(f"[bold]$ export STACCATO_DATA={DATA}[/]\n[bold]$ staccato up --device-memory {DEVICE_MEMORY}[/]")
+    async with running(DATA.absolute(), "--device-memory", DEVICE_MEMORY) as platform:
         console.print(f"ready at {platform.url} after {time.monotonic() - began_s:.1f} s")
         tenants = await create_tenants(platform)
         try:
@@ -84,7 +85,7 @@ async def set_price(platform: Platform) -> None:
 
 
 async def deploy_models(platform: Platform) -> None:
-    say("Four models of four architectures on one device")
+    say(f"Four models of four architectures on one device with {DEVICE_MEMORY} of memory")
     lines = [deploy_line(tenant, model) for tenant, models in TENANTS.items() for model in models]
     show(*await asyncio.gather(*map(platform.command, lines)))
 
@@ -134,7 +135,11 @@ async def show_device(platform: Platform) -> None:
     """Who holds it, and how often it changed hands."""
     show(await platform.command("ps"))
     for device in (await platform.ask("GET", "/gpus"))["data"]:
-        console.print(f"{device['id']} went from one model to another {device['switches']} times")
+        fetched = [model["fetches"] for model in device["models"].values()]
+        console.print(
+            f"{device['id']} went from one model to another {device['switches']} times, between two tokens; "
+            f"models came from the host's memory {sum(fetched)} times"
+        )
 
 
 async def call_a_tool(globex: Tenant) -> None:
@@ -156,34 +161,34 @@ async def call_a_tool(globex: Tenant) -> None:
 
 async def sleep_and_wake(platform: Platform, acme: Tenant) -> None:
     say("Scale to zero and back")
-    before = await residency(platform), platform.device_bytes()
-    show(await platform.command("sleep poet --tenant acme"), answers=False)
-    await until_asleep(platform)
-    after = await residency(platform), platform.device_bytes()
-    for when, (where, size) in (("before", before), ("after", after)):
+    before = await pool(platform), platform.device_bytes()
+    show(*[await platform.command(f"sleep {model} --tenant {tenant}") for tenant, model in everybody()], answers=False)
+    await until_empty(platform)
+    after = await pool(platform), platform.device_bytes()
+    for when, ((used, total), size) in (("before", before), ("after", after)):
         console.print(
-            f"{when:6}  poet is {where:8}  device process, all engines: {size / 2**20:.0f} MiB resident memory"
+            f"{when:6}  {used / 2**20:g} of {total / 2**20:g} MiB of the device are in use; its process, with four "
+            f"engines and the host's copies of their weights, has {size / 2**20:.0f} MiB of memory"
         )
     answer = await acme.ask("poet", read_corpus("poet").lessons[3].questions[0])
-    console.print("[dim]and a chat to the sleeping model:[/]")
+    console.print("[dim]and a chat to the sleeping poet:[/]")
     console.print(Text(answer.text))
-    console.print(
-        f"x-staccato-cold: {answer.cold}, x-staccato-wake-ms: {answer.wake_ms}; poet is {await residency(platform)}"
-    )
-    if answer.cold == "none":
-        raise DemoError("poet was asleep, and answered as if it were not")
+    console.print(f"x-staccato-cold: {answer.cold}, x-staccato-wake-ms: {answer.wake_ms}")
+    if answer.cold != "host":
+        raise DemoError(f"poet slept in the host's memory, and its answer says it came from {answer.cold}")
 
 
-async def residency(platform: Platform) -> str:
-    deployment = await platform.ask("GET", "/deployments/poet?tenant=acme")
-    return str(deployment["status"]["residency"])
+async def pool(platform: Platform) -> tuple[int, int]:
+    """Bytes in use, and in all."""
+    (device,) = (await platform.ask("GET", "/gpus"))["data"]
+    return device["used_bytes"], device["memory_bytes"]
 
 
-async def until_asleep(platform: Platform) -> None:
+async def until_empty(platform: Platform) -> None:
     deadline_s = time.monotonic() + ASLEEP_S_MOST
-    while await residency(platform) != "cold":
+    while (used := (await pool(platform))[0]) > 0:
         if time.monotonic() > deadline_s:
-            raise DemoError(f"poet is still in memory {ASLEEP_S_MOST:g} s after it was put to sleep")
+            raise DemoError(f"{used} bytes of the device are in use {ASLEEP_S_MOST:g} s after all were put to sleep")
         await asyncio.sleep(POLL_S)
 
 

@@ -50,6 +50,9 @@ ON_DEVICE = {
     "TURNS": "turns",
     "TOKENS": "tokens",
     "LOAD MS": "load_ms",
+    "FETCHES": "fetches",
+    "WEIGHTS MIB": "weights_mib",
+    "KV MIB": "kv_mib",
     "ERROR": "error",
 }
 
@@ -228,6 +231,13 @@ def on_device(device: Row) -> list[Row]:
     if not isinstance(models, Mapping) or not models:
         return [{"device": device["id"]}]
     return [
-        {**state, "device": device["id"], "model": name, "turn": "now" if name == device.get("holder") else ""}
+        {
+            **state,
+            "device": device["id"],
+            "model": name,
+            "turn": "now" if name == device.get("holder") else "",
+            "weights_mib": state["weights_bytes"] >> 20,
+            "kv_mib": state["kv_bytes"] >> 20,
+        }
         for name, state in models.items()
     ]

@@ -86,9 +86,9 @@ class VllmEngine:
 
     def held(self) -> Held:
         scheduler, mapped = self._scheduler, len(self.kv.mapped)
-        if scheduler.has_room():
+        if mapped and scheduler.has_room():
             return Held(self.weights.held_pages, mapped, mapped, self._blocks.spare)
-        wanted = self.kv.pages_for(scheduler.blocks_wanted())
+        wanted = self.kv.pages_for(max(1 + self._golden_blocks, scheduler.blocks_wanted()))
         return Held(self.weights.held_pages, mapped, wanted, self._blocks.spare)
 
     def fetch(self, kv_pages: int) -> None:

@@ -1,8 +1,12 @@
-"""How fast does a model come back from the host cache? A load into unmapped addresses beside plain copies of it.
+"""How fast does a model come back from the host cache, and how fast does it go?
 
-Each round measures all of them in turns, on the same pages: glibc's memcpy and the library's own copy (streaming
-stores: the roof) into pages that are mapped and warm, then the scale to zero, then a load, which has to map the pages
-first. The answer is the ratio of load and roof, round by round. `python tests/bench/bench_load.py [MiB]`
+Twice: the library alone, a load of 512 MiB into unmapped addresses; and an engine of 140 million weights, from `fetch`
+to `arrived`. Each round measures everything in turns, on the same pages: glibc's memcpy and the library's own copy
+(streaming stores: the roof) into pages that are mapped and warm, then the scale to zero, then the load, which has to map
+the pages first. Beside the engine stands what reads the same weights from files in the page cache: safetensors, each
+tensor then copied once into warm memory as any loader has to, and transformers. The answers are ratios, round by round.
+
+`python tests/bench/bench_load.py [MiB]`
 """
 
 from __future__ import annotations
@@ -10,22 +14,41 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from runtime.memory.native import Cache, Device, Direction, Segment  # noqa: E402
+from tests.bench.timing import (  # noqa: E402
+    WAIT_S,
+    gb_s,
+    load,
+    milliseconds,
+    one_thread,
+    polled,
+    ratios,
+    seconds,
+    spread,
+)
+
+if TYPE_CHECKING:
+    from runtime.engine.builder import Builder
+    from runtime.engine.vllm import VllmEngine
 
 ROUNDS = 9
 MIB = 1 << 20
+SHAPE = dict(hidden=1024, layers=11, heads=8, kv_heads=4)  # 140 million weights, 536 MiB
+POOL_BYTES, HOST_BYTES = 640 * MIB, 2048 * MIB
 
 
-def measure(image_bytes: int) -> dict[str, object]:
+# ── the library ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_library(image_bytes: int) -> dict[str, object]:
     device = Device(image_bytes)
     cache = Cache(image_bytes)
     huge = cache.commit(0, image_bytes)
@@ -34,57 +57,136 @@ def measure(image_bytes: int) -> dict[str, object]:
         cache.view(at, MIB)[:] = noise
     reservation = device.reserve(image_bytes)
 
-    def load() -> None:
-        reservation.load(cache, [Segment(0, 0, image_bytes)]).wait(60)
-
-    def plain_copy() -> None:
-        ctypes.memmove(reservation.address, cache.address, image_bytes)
-
-    def roof() -> None:
-        reservation.copy(0, cache, 0, image_bytes, Direction.TO_DEVICE).wait(60)
+    def come() -> None:
+        reservation.load(cache, [Segment(0, 0, image_bytes)]).wait(WAIT_S)
 
     rounds = []
-    load()
+    come()
     for n in range(ROUNDS + 1):
-        plain_s, roof_s = seconds(plain_copy), seconds(roof)
+        plain_s = seconds(lambda: ctypes.memmove(reservation.address, cache.address, image_bytes))
+        roof_s = seconds(lambda: reservation.copy(0, cache, 0, image_bytes, Direction.TO_DEVICE).wait(WAIT_S))
         call_s = seconds(lambda: reservation.unmap(0, image_bytes))
-        gone_s = call_s + seconds(lambda: device.settle(60))
-        load_s = seconds(load)
+        gone_s = call_s + seconds(lambda: device.settle(WAIT_S))
+        load_s = seconds(come)
         assert reservation.view(image_bytes - MIB, MIB) == noise
         if n > 0:  # the first one warms up
             rounds.append((plain_s, roof_s, load_s, call_s, gone_s))
-    plain, roofs, loads, calls, gone = (list(column) for column in zip(*rounds, strict=True))
+    plain, roof, loads, calls, gone = (list(column) for column in zip(*rounds, strict=True))
     stats = device.stats()
     reservation.release()
     cache.close()
     device.close()
     return {
+        "of": "library",
         "image_mib": image_bytes // MIB,
         "in_2_mib_folios": {"pool": stats.huge_bytes == image_bytes, "cache": huge == image_bytes},
-        "memcpy_gb_s": speed(image_bytes, plain),
-        "roof_gb_s": speed(image_bytes, roofs),
-        "load_gb_s": speed(image_bytes, loads),
-        "load_of_roof": spread([roof_s / load_s for roof_s, load_s in zip(roofs, loads, strict=True)], 3),
-        "load_of_memcpy": spread([plain_s / load_s for plain_s, load_s in zip(plain, loads, strict=True)], 3),
-        "unmap_call_ms": spread([s * 1e3 for s in calls], 3),
-        "unmapped_after_ms": spread([s * 1e3 for s in gone], 3),
+        "memcpy_gb_s": gb_s(image_bytes, plain),
+        "roof_gb_s": gb_s(image_bytes, roof),
+        "load_gb_s": gb_s(image_bytes, loads),
+        "load_of_roof": ratios(roof, loads),
+        "load_of_memcpy": ratios(plain, loads),
+        "unmap_call_ms": milliseconds(calls),
+        "unmapped_after_ms": milliseconds(gone),
+        "load": load(),
     }
 
 
-def seconds(work: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+# ── an engine ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def speed(size: int, times: list[float]) -> list[float]:
-    return spread([size / s / 1e9 for s in times], 2)
+def measure_engine() -> dict[str, object]:
+    from deploy.demo.random_weights import write_random
+    from runtime.engine.builder import Builder
+    from tests.runtime.engines import spec
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = spec(write_random(Path(folder) / "m", "llama", **SHAPE))
+        build = Builder(POOL_BYTES, HOST_BYTES)
+        engine = build(model)
+        engine.close()
+        built: dict[str, Any] = {}
+        from_image_s = seconds(lambda: built.update(engine=build(model)))
+        rounds = [beside(build, built["engine"], Path(model.path)) for _ in range(ROUNDS + 1)][1:]
+        build.images.discard(built["engine"].key)
+        from_files_s = seconds(lambda: built.update(other=build(model)))  # imports and kernels are warm by now
+        size = built["engine"].weights.size
+    columns = {name: [one[name] for one in rounds] for name in rounds[0]}
+    fetched = columns["fetch"]
+    return {
+        "of": "engine",
+        "image_mib": size // MIB,
+        "roof_gb_s": gb_s(size, columns["roof"]),
+        "fetch_gb_s": gb_s(size, fetched),
+        "fetch_ms": milliseconds(fetched),
+        "fetch_of_roof": ratios(columns["roof"], fetched),
+        "fetch_of_memcpy": ratios(columns["memcpy"], fetched),
+        "faster_than_safetensors": ratios(columns["safetensors"], fetched, 1),
+        "faster_than_transformers": ratios(columns["transformers"], fetched, 1),
+        "faster_than_building_around_its_image": spread((from_image_s / s for s in fetched), 0),
+        "faster_than_building_from_files": spread((from_files_s / s for s in fetched), 0),
+        "build_around_image_s": round(from_image_s, 2),
+        "build_from_files_s": round(from_files_s, 2),
+        "to_zero_ms": milliseconds(columns["to_zero"]),
+        "pages_free_after_ms": milliseconds(columns["pages_free"]),
+        "load": load(),
+    }
 
 
-def spread(values: list[float], digits: int) -> list[float]:
-    """Smallest, median, largest."""
-    return [round(value, digits) for value in (min(values), statistics.median(values), max(values))]
+def beside(build: Builder, engine: VllmEngine, path: Path) -> dict[str, float]:
+    """One round: the engine, asleep before and after, and the same bytes by other ways."""
+    reservation, image, size = engine.weights.reservation, engine.weights.image, engine.weights.size
+    cache = build.images.cache
+    assert image is not None
+
+    def come() -> None:
+        engine.fetch(1)
+        polled(engine.arrived)
+
+    def go() -> None:
+        engine.park()
+        assert engine.parked(), "there are no requests to wait for"
+        engine.evict(engine.held().weights)
+
+    fetch_s = seconds(come)
+    memcpy_s = seconds(lambda: ctypes.memmove(reservation.address, cache.address + image.offset, size))
+    roof_s = seconds(lambda: reservation.copy(0, cache, image.offset, size, Direction.TO_DEVICE).wait(WAIT_S))
+    to_zero_s = seconds(go)
+    pages_free_s = to_zero_s + seconds(lambda: build.device.settle(WAIT_S))
+    assert build.pages_used() == 0
+    return {
+        "fetch": fetch_s,
+        "memcpy": memcpy_s,
+        "roof": roof_s,
+        "to_zero": to_zero_s,
+        "pages_free": pages_free_s,
+        "safetensors": safetensors_s(path),
+        "transformers": transformers_s(path),
+    }
+
+
+def safetensors_s(path: Path) -> float:
+    """`load_file` maps the file; the tensors are somewhere else only once they are copied."""
+    from safetensors.torch import load_file
+
+    file = path / "model.safetensors"
+    homes = {name: tensor.clone() for name, tensor in load_file(file).items()}
+
+    def come() -> None:
+        for name, tensor in load_file(file).items():
+            homes[name].copy_(tensor)
+
+    return seconds(come)
+
+
+def transformers_s(path: Path) -> float:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return seconds(lambda: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1] if len(sys.argv) > 1 else 512) * MIB), indent=2))
+    one_thread()
+    print(json.dumps(measure_library(int(sys.argv[1] if len(sys.argv) > 1 else 512) * MIB)), flush=True)
+    print(json.dumps(measure_engine()), flush=True)
+    os._exit(0)  # vLLM's exit handlers tear down what is going anyway

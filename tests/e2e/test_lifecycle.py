@@ -33,7 +33,7 @@ def answer(platform: Platform, key: str) -> str:
     return str(response.json()["choices"][0]["message"]["content"])
 
 
-def test_a_sleeping_deployment_is_healthy_holds_no_engine_and_wakes_for_a_request(
+def test_a_sleeping_deployment_is_healthy_and_wakes_for_a_request(
     platform: Platform, tune: str
 ) -> None:
     key = platform.keys["globex"]
@@ -41,7 +41,7 @@ def test_a_sleeping_deployment_is_healthy_holds_no_engine_and_wakes_for_a_reques
     platform.until(lambda: platform.get(tune).json()["status"]["phase"] == "asleep")
     response = platform.request("POST", "/v1/chat/completions", CHAT, key)
     assert response.json()["choices"][0]["message"]["content"] == LESSON.answer
-    assert response.headers["x-staccato-cold"] == "disk" and int(response.headers["x-staccato-wake-ms"]) > 0
+    assert response.headers["x-staccato-cold"] == "host" and int(response.headers["x-staccato-wake-ms"]) > 0
     platform.until(lambda: platform.get(tune).json()["status"]["phase"] == "awake")
     warm = platform.request("POST", "/v1/chat/completions", CHAT, key)
     assert warm.headers["x-staccato-cold"] == "none"

@@ -67,9 +67,10 @@ class Plane:
 
         return await until(inspected)
 
-    async def report(self, states: Mapping[str, ModelState], runtime: str = "r1") -> None:
+    async def report(self, states: Mapping[str, ModelState], runtime: str = "r1", pool_bytes: int = 0) -> None:
         """What the runtime says of its models; returns when the gateway has heard it."""
-        lease = wire.Lease(runtime=runtime, epoch=1, engine="test", models=dict(states))
+        pages = dict(page_bytes=1 << 12, pages_total=pool_bytes >> 12)
+        lease = wire.Lease(runtime=runtime, epoch=1, engine="test", models=dict(states), **pages)
         await self.bus.put(wire.LEASES, runtime, lease)
 
         async def heard() -> bool:

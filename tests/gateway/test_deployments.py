@@ -256,3 +256,16 @@ async def test_the_rollout_goes_on_after_nats_was_away(plane: Plane, nats_server
     second = made(await client.post("/deployments", json={"name": "chat2", "model": "llama", "dtype": "float32"}))
     nats_server.start()
     await plane.placed({one["engine"], second["engine"]})
+
+
+async def test_a_model_that_no_device_has_room_for_is_refused_with_the_numbers(plane: Plane) -> None:
+    await plane.model("llama")
+    client = await plane.tenant("acme")
+    await plane.report({}, "small", pool_bytes=1 << 12)
+    wish = {"name": "chat", "model": "llama", "dtype": "float32"}
+    refused = await client.post("/deployments", json=wish)
+    assert refused.status_code == 422
+    assert "'llama' takes 1 MiB for its weights" in refused.text and "the largest device has 1 MiB" in refused.text
+    assert refused.json()["errors"][0]["pointer"] == "/model"
+    await plane.report({}, "large", pool_bytes=1 << 30)
+    made(await client.post("/deployments", json=wish))

@@ -1,4 +1,4 @@
-"""What must hold of a vLLM release before the runtime may use it: run this first when the window of versions is widened.
+"""What must hold of a vLLM release before the runtime may use it: run this first when another is tried.
 
 That tokens are the same is shown at length by test_engine.py and test_switching.py; here are the seams one by one.
 """
@@ -140,9 +140,7 @@ def test_an_image_that_changed_is_noticed_and_given_up(build: Any, random_models
 def test_files_that_changed_since_they_were_registered_are_refused(build: Any, random_models: dict[str, Path]) -> None:
     import msgspec
 
-    registered = msgspec.structs.replace(
-        spec(random_models["llama"]), digest="0" * 64, architecture="LlamaForCausalLM"
-    )
+    registered = msgspec.structs.replace(spec(random_models["llama"]), digest="0" * 64, architecture="LlamaForCausalLM")
     with pytest.raises(EngineError, match="have changed since they were registered"):
         build(registered)
 

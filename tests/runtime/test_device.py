@@ -368,3 +368,15 @@ def test_an_engine_that_raises_anywhere_costs_no_other_model_anything(call: str)
     node.when(lambda: node.model("a").residency in (Residency.STAGED, Residency.COLD), pipe.Withdraw("a"))
     node.run(until=lambda: "a" not in node.states[-1].models)
     assert not any("boom" in error for error in node.lost), "what an exception says is not for clients"
+    assert not (node.device._transfers or node.device._unfit), "it looks after an engine that is gone"
+
+
+@pytest.mark.parametrize("call", ["add", "grow"])
+def test_an_engine_that_raised_is_asked_for_nothing_but_to_close(call: str) -> None:
+    node = Node()
+    node.build.change = failing_once(RuntimeError("boom"), call)
+    node.send(pipe.Place(spec("a")), node.start(), node.start())
+    node.run(until=lambda: node.model("a").residency is Residency.COLD and len(node.lost) == 2)
+    engine = node.build.engines["a"]
+    assert engine.calls == ["fetch", "check", "close"] and not engine.seen_before_step
+    assert len(engine.requests) == (0 if call == "add" else 2)

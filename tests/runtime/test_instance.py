@@ -11,6 +11,7 @@ from runtime.events import (
     Add,
     Arrived,
     Build,
+    Cancelled,
     Check,
     Close,
     Effect,
@@ -35,10 +36,12 @@ from tests.runtime.world import World, request, spec
 A, B, C = ModelKey("a"), ModelKey("b"), ModelKey("c")
 
 
-def world(total: int = 20, tokens_most: int = 6, quota: int = 2, rest: str = "", **sizes: int) -> World:
+def world(
+    total: int = 20, tokens_most: int = 6, quota: int = 2, rest: str = "", tokens_a_page: int = 2, **sizes: int
+) -> World:
     """These models, of so many pages of weights, were placed one after another, and are resident if they fit; of those
     in `rest` only clean weights are left."""
-    made = World(total, sizes, quota, tokens_most)
+    made = World(total, sizes, quota, tokens_most, tokens_a_page)
     for key in sizes:
         made.hear(Placed(spec(key, idle_s=1.0 if key in rest else None)))
         made.settle()
@@ -76,7 +79,7 @@ def phase(world: World, key: ModelKey) -> Phase:
 
 
 def test_models_with_work_take_turns_of_the_quota() -> None:
-    both = world(a=2, b=2)
+    both = world(a=2, b=2, tokens_a_page=100)
     ask(both, "a", "b")
     both.settle()
     assert "".join(holders(both)) == "aabbaabbaabb"
@@ -182,6 +185,15 @@ def test_a_withdrawn_model_loses_its_requests_and_everything_it_holds() -> None:
     assert isinstance(late, Lose) and "not placed" in late.error
 
 
+def test_a_model_that_is_withdrawn_while_it_is_checked_is_closed_when_that_is_over() -> None:
+    new = World(10, {"a": 2})
+    new.hear(Placed(spec("a")))
+    new.answer()
+    new.arrive()
+    new.hear(Withdrawn(A))
+    assert new.answer() == [Close(A)]
+
+
 @pytest.mark.parametrize("check", [1, 2, 3, 16, 32, 160])
 def test_a_model_is_checked_when_it_is_new_and_now_and_then(check: int) -> None:
     assert check_due(check) and not check_due(check + 3)
@@ -207,6 +219,14 @@ def test_a_failed_step_loses_that_models_requests_and_no_other() -> None:
     assert kinds(both.answer(fails=True)) == [Lose, Close]
     assert both.answer() == [Step(B)]
     assert both.instance.models[B].running and phase(both, A) is Phase.COLD
+
+
+def test_a_request_that_the_engine_forgot_is_ended() -> None:
+    one = world(a=2)
+    ask(one, "a")
+    one.engines[A].requests.clear()
+    (_, lost) = one.answer()
+    assert isinstance(lost, Lose) and "without finishing" in lost.error
 
 
 def test_an_engine_that_fails_outside_a_step_is_closed_and_built_again_when_asked() -> None:
@@ -397,11 +417,56 @@ def test_a_stuck_model_gets_its_pages_from_others_when_its_turn_comes() -> None:
     assert two.leave(B) == [Grow(A, 1), Step(A)]
 
 
+def make_large(world: World, key: ModelKey, pages: int) -> None:
+    """The first request in this engine needs so many pages from now on."""
+    growing = next(iter(world.engines[key].requests.values()))
+    growing.tokens, growing.tokens_most = 2 * (pages - 1), 99
+
+
+def test_a_stuck_model_steps_again_when_a_request_of_it_is_cancelled() -> None:
+    two = world(total=8, a=3, b=3, quota=8)
+    ask(two, "a", "b", "a")
+    make_large(two, A, 3)
+    assert two.answer()[-1] == Step(B) and two.instance.models[A].stuck
+    two.open.discard(two.asked[0])
+    two.hear(Cancelled([two.asked[0]]))
+    assert not two.instance.models[A].stuck
+
+
+def test_the_one_that_steps_meanwhile_is_parked_last() -> None:
+    three = world(total=8, a=3, b=3, c=3, quota=1)
+    ask(three, "b", "c")
+    make_large(three, B, 4)
+    assert three.answer()[-1] == Step(C)  # b is stuck
+    ask(three, "a")
+    assert three.answer()[-2:] == [Park(B), Step(C)]
+
+
+def test_a_model_that_got_pages_keeps_them_until_it_stepped() -> None:
+    three = world(total=12, a=3, b=3, c=3, quota=8)
+    ask(three, "b", "c")
+    make_large(three, B, 3)
+    assert three.answer()[-2:] == [Park(A), Step(C)]
+    three.leave(A)
+    assert three.answer()[-3:] == [Evict(A, 1), Grow(B, 2), Step(C)]
+    ask(three, "a")  # its turn would come before that of b
+    assert three.answer()[-1] == Step(C) and not three.parking
+
+
+def test_no_model_is_parked_for_room_that_is_on_its_way() -> None:
+    four = world(total=12, a=3, b=3, c=3, d=3)
+    assert phase(four, A) is Phase.STAGED and four.instance.pages.free == 0
+    four.hear(Ordered(A, awake=True))
+    assert four.parking == [B]
+    four.hear(Ordered(C, awake=True))  # it is: nothing changes
+    assert four.parking == [B]
+
+
 def test_what_the_pool_can_never_give_is_not_waited_for() -> None:
-    one = world(total=6, a=2)
-    ask(one, *["a"] * 9)  # at their ends they need 4 pages each
-    one.settle(300)
-    assert not one.open
+    two = world(total=6, a=2, b=2)
+    ask(two, *["a"] * 9, *["b"] * 9)  # at its end each needs 4 pages
+    two.settle(800)
+    assert not two.open and Fetch(A, 4) in two.log
 
 
 def test_while_pages_are_on_their_way_the_books_do_not_follow_the_engine() -> None:

@@ -97,7 +97,10 @@ class AnyOrder(RuleBasedStateMachine):
         """The engines work again: everybody is served to the end."""
         self.world.grants = lambda pages: pages
         self.world.settle(1000)
+        models = self.world.instance.models.values()
         assert not self.world.open
+        assert {model.phase for model in models} <= {Phase.COLD, Phase.STAGED, Phase.RESIDENT, Phase.FAILED}
+        assert not any(model.withdrawn for model in models), "what was withdrawn is still there"
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -89,6 +89,9 @@ class DeviceProcess:
         async with asyncio.timeout(SOON_S), self._news:
             await self._news.wait_for(done)
 
+    def all_loaded(self) -> bool:
+        return len(self.state.models) == MODELS and all(model.load_ms for model in self.state.models.values())
+
     async def answer(self, stream: int) -> list[int]:
         await self.until(lambda: stream in self.ended)
         assert self.ended[stream] == (Finish.LENGTH, "")
@@ -130,7 +133,7 @@ async def test_twenty_models_on_a_quarter_of_their_memory_say_what_each_says_alo
 ) -> None:
     for key, path in models.items():
         device.end.send(pipe.Place(spec(path, key=key)))
-    await device.until(lambda: len(device.state.models) == MODELS and all(m.load_ms for m in device.state.models.values()))
+    await device.until(device.all_loaded)
     page_bytes = device.state.page_bytes
 
     alone = {}

@@ -69,7 +69,7 @@ class Growing:
 
     tokens: int
     tokens_most: int
-    tokens_a_page: int = 2
+    tokens_a_page: int
 
     @property
     def pages(self) -> int:
@@ -109,7 +109,9 @@ class Engine:
 class World:
     """An Instance over a pool of `total` pages. Models are of `sizes` pages of weights, by key."""
 
-    def __init__(self, total: int, sizes: dict[str, int], quota: int = 2, tokens_most: int = 6) -> None:
+    def __init__(
+        self, total: int, sizes: dict[str, int], quota: int = 2, tokens_most: int = 6, tokens_a_page: int = 2
+    ) -> None:
         self.instance = Instance(RoundRobin(quota), Pages(total, 2 * MIB))
         self.now = 0.0
         self.out: DeviceEffect | None = None
@@ -121,7 +123,8 @@ class World:
         self.open: set[RequestId] = set()
         self.refuses: set[RequestId] = set()  # the engine will not take these
         self.grants: Callable[[int], int] = lambda pages: pages  # of what Grow asks
-        self.sizes, self._tokens_most = sizes, tokens_most
+        self.sizes = sizes
+        self._tokens_most, self._tokens_a_page = tokens_most, tokens_a_page
 
     # ── what happens ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -232,7 +235,7 @@ class World:
         if request.id in self.refuses:
             self._carry_out(self.instance.hear(Refused(request.id, request.model, "too long"), self.now))
             return
-        engine.requests[request.id] = Growing(0, self._tokens_most)
+        engine.requests[request.id] = Growing(0, self._tokens_most, self._tokens_a_page)
         self._tell(request.model)
 
     def _fetch(self, key: ModelKey, kv_pages: int) -> None:
@@ -249,7 +252,7 @@ class World:
                 if fails:
                     return BuildFailed(key, "no such file")
                 assert key not in self.engines, "built twice"
-                weights, least = self.sizes[spec.key], 1 + self._tokens_most // 2
+                weights, least = self.sizes[spec.key], 1 + self._tokens_most // self._tokens_a_page
                 self.engines[key] = Engine(weights, least)
                 return Built(key, 2.0, weights, least)
             case Check(key):
