@@ -28,7 +28,8 @@ from runtime.engine.scheduler import PooledScheduler
 from runtime.engine.vllm import VllmEngine, first_line
 from runtime.engine.worker import Building, building
 from runtime.memory.images import Image, ImageKey, Images, Making
-from runtime.memory.native import Device
+from runtime.memory.lent import write_out
+from runtime.memory.native import Backend, Device
 from store import artefact
 from store.wire import EngineSpec
 
@@ -59,7 +60,7 @@ class Builder:
 
     def __init__(self, pool_bytes: int, host_bytes: int, host_fd: int = -1) -> None:
         self.version = check_version()
-        self.device = Device(pool_bytes)
+        self.device = Device(pool_bytes, backend=Backend.HOST if current_platform.is_cpu() else Backend.CUDA)
         kept = host_bytes // KEPT_PART
         self.images = Images.create(host_bytes, kept) if host_fd < 0 else Images.open(host_fd, kept)
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
@@ -100,7 +101,7 @@ class Builder:
             match self.images.make(key, engine.weights.size):
                 case Making() as making:
                     with making:
-                        making.view[:] = engine.weights.reservation.view(0, engine.weights.size)
+                        write_out(engine.weights.reservation, engine.weights.size, self.images.cache, making.offset)
                         image = making.seal(_meta.encode(Meta(engine.home.layout, golden)))
                 case Image() as image:  # another runtime was faster
                     pass

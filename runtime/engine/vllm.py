@@ -28,6 +28,7 @@ from runtime.engine.scheduler import PooledScheduler
 from runtime.engine.worker import Home
 from runtime.memory.images import Image, ImageKey, Images
 from runtime.memory.kv import KvRegion
+from runtime.memory.lent import lend, take_back
 from runtime.memory.native import Backend, PoolError, Ticket
 from runtime.memory.weights import Weights
 from runtime.request import RequestId
@@ -170,16 +171,16 @@ class VllmEngine:
         return sum(tensor.nbytes for tensor in tensors if tensor.data_ptr() not in home)
 
     def say_while_building(self) -> list[int]:
-        """What it says to the golden question, while it stands in scratch memory."""
+        """What it says to the golden question, while it stands in lent memory."""
         blocks = range(1 + self._golden_blocks)
         size = self.kv.pages_for(len(blocks)) * self.kv.page_bytes
-        self.kv.reservation.scratch(0, size, True)
+        lend(self.kv.reservation, 0, size)
         self._blocks.open(blocks)
         try:
             return self._say_alone()
         finally:
             self._blocks.retire(blocks)
-            self.kv.reservation.scratch(0, size, False)
+            take_back(self.kv.reservation, 0, size)
 
     def _say_alone(self) -> list[int]:
         config = self._core.vllm_config.model_config

@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from runtime.engine.base import EngineError
 from runtime.memory import native
 from runtime.memory.kv import KvRegion
+from runtime.memory.lent import lend, take_back
 from runtime.memory.native import Device, Reservation
 
 if current_platform.is_cpu():
@@ -158,7 +159,7 @@ class Home:
     def _make_ready(self, size: int) -> None:
         if size > self._ready:
             beyond = min(self.reservation.bytes, -(-size // SCRATCH_BYTES) * SCRATCH_BYTES)
-            self.reservation.scratch(self._ready, beyond - self._ready, True)
+            lend(self.reservation, self._ready, beyond - self._ready)
             self._ready = beyond
 
     @contextlib.contextmanager
@@ -227,7 +228,7 @@ class Home:
     def settle(self) -> None:
         """All is in an image: what was needed while building goes back to the machine."""
         if self._ready:
-            self.reservation.scratch(0, self._ready, False)
+            take_back(self.reservation, 0, self._ready)
             self._ready = 0
 
     def leave(self) -> None:

@@ -1,7 +1,8 @@
 """What does the platform cost one hot model? Our device process beside vLLM's own `LLM`, same model, same settings.
 
-Both live in processes of their own and work in turns, A B A B, on the same machine; the answer is the ratio of their
-times for the same batch (prefill and decode), pair by pair. `python tests/bench/bench_hot_model.py`
+All live in processes of their own and work in turns, A B A B, on the same machine; the answer is the ratio of their
+times for the same batch (prefill and decode), pair by pair. A second device process has, beside the hot model, eight
+others of other tenants that sleep. `python tests/bench/bench_hot_model.py`
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from store.wire import Residency  # noqa: E402
+from tests.bench.timing import load, one_thread, ratios  # noqa: E402
+
 BATCH, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 32, 256
 KV_BYTES = 64 << 20
+POOL_BYTES, HOST_BYTES = 256 << 20, 1 << 30  # the hot model's weights and KV cache, and room for others to prove themselves
+SLEEPERS, SLEEPER_SHAPE = 8, dict(hidden=128, layers=2)
 PAIRS = 11
 SHAPES = {"small (0.6 M)": dict(hidden=128, layers=2), "medium (27 M)": dict(hidden=512, layers=8, heads=8, kv_heads=4)}
 
@@ -90,22 +97,36 @@ class Ours:
     """The device process as the node starts it; this process plays the node."""
 
     @classmethod
-    async def start(cls, model: Path) -> Ours:
+    async def start(cls, model: Path, sleepers: list[Path]) -> Ours:
         from runtime import pipe
         from tests.runtime.engines import spec
 
         self = cls()
         ours, theirs = pipe.pair()
         with theirs:
-            arguments = [str(theirs.fileno()), "round-robin", str(KV_BYTES)]
+            arguments = [str(theirs.fileno()), "round-robin", str(POOL_BYTES), str(HOST_BYTES), "-1"]
             self._child = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "runtime.device", *arguments, pass_fds=[theirs.fileno()], cwd=ROOT
             )
         self._pipe = await pipe.NodeEnd.open(ours)
         self._messages = self._pipe.messages()
+        for path in sleepers:
+            self._pipe.send(pipe.Place(spec(path, key=path.name)))
+            await self._until(path.name, Residency.RESIDENT)
+            self._pipe.send(pipe.Order(path.name, awake=False))
+            await self._until(path.name, Residency.STAGED)
         self._pipe.send(pipe.Place(spec(model, key="m")))
         self._stream = 0
         return self
+
+    async def _until(self, model: str, residency: Residency) -> None:
+        from runtime import pipe
+
+        async for message in self._messages:
+            if isinstance(message, pipe.State) and model in message.models:
+                if message.models[model].residency is residency:
+                    return
+        raise RuntimeError(f"the device process ended before {model} was {residency}")
 
     async def batch_s(self) -> float:
         from runtime import pipe
@@ -158,28 +179,38 @@ async def measure(name: str, shape: dict[str, int]) -> dict[str, object]:
 
     with tempfile.TemporaryDirectory() as folder:
         model = write_random(Path(folder) / "m", "llama", **shape)
-        bare, ours = Bare(model), await Ours.start(model)
-        pairs = []
+        sleepers = [
+            write_random(Path(folder) / f"s{n}", "llama", seed=n, **SLEEPER_SHAPE) for n in range(1, SLEEPERS + 1)
+        ]
+        bare, ours, crowded = Bare(model), await Ours.start(model, []), await Ours.start(model, sleepers)
+        rounds = []
         for n in range(PAIRS + 2):
-            pair = (await ours.batch_s(), bare.batch_s()) if n % 2 else (bare.batch_s(), await ours.batch_s())[::-1]
-            if n >= 2:  # both are warm
-                pairs.append(pair)
+            if n % 2:
+                crowded_s, ours_s, bare_s = await crowded.batch_s(), await ours.batch_s(), bare.batch_s()
+            else:
+                bare_s, ours_s, crowded_s = bare.batch_s(), await ours.batch_s(), await crowded.batch_s()
+            if n >= 2:  # all are warm
+                rounds.append((bare_s, ours_s, crowded_s))
         await ours.close()
+        await crowded.close()
         bare.close()
-    ratios = sorted(ours_s / bare_s for ours_s, bare_s in pairs)
+    bare_times, ours_times, crowded_times = zip(*rounds, strict=True)
     return {
         "model": name,
-        "ours_step_ms": round(statistics.median(ours_s for ours_s, _ in pairs) / OUTPUT_TOKENS * 1e3, 3),
-        "bare_step_ms": round(statistics.median(bare_s for _, bare_s in pairs) / OUTPUT_TOKENS * 1e3, 3),
-        "ratio_median": round(statistics.median(ratios), 3),
-        "ratio_min": round(ratios[0], 3),
-        "ratio_max": round(ratios[-1], 3),
+        "bare_step_ms": step_ms(bare_times),
+        "ours_step_ms": step_ms(ours_times),
+        "ratio": ratios(ours_times, bare_times),
+        f"ratio_beside_{SLEEPERS}_that_sleep": ratios(crowded_times, bare_times),
+        "load": load(),
     }
 
 
+def step_ms(batches_s: Sequence[float]) -> float:
+    return round(statistics.median(batches_s) / OUTPUT_TOKENS * 1e3, 3)
+
+
 def main() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.setdefault("STACCATO_LOG_LEVEL", "error")
+    one_thread()
     for name, shape in SHAPES.items():
         print(json.dumps(asyncio.run(measure(name, shape))), flush=True)
 
