@@ -200,12 +200,14 @@ class Device:
         self._send_state()  # a build takes long: say that it began
         began = self._clock()
         try:
-            engine = self._engines[model] = self._build(spec)
+            engine = self._build(spec)
+            took_s = self._clock() - began
+            built = Built(model, took_s, engine.weights_pages, engine.kv_pages_least, engine.held())
         except Exception as error:
             return BuildFailed(model, _reason("device.build_failed", model, error))
-        took_s = self._clock() - began
+        self._engines[model] = engine
         log.info("device.built", model=model, took_ms=round(took_s * 1e3), weights_pages=engine.weights_pages)
-        return Built(model, took_s, engine.weights_pages, engine.kv_pages_least, engine.held())
+        return built
 
     def _close(self, model: ModelKey) -> Event:
         """Whatever it raises, it is gone; pages that it did not give back are found missing when the device rests."""

@@ -24,11 +24,14 @@ sys.path.insert(0, str(ROOT))
 from store.wire import Residency  # noqa: E402
 from tests.bench.timing import load, one_thread, ratios  # noqa: E402
 
-BATCH, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 32, 256
+BATCH, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 32, 128
 KV_BYTES = 64 << 20
-POOL_BYTES, HOST_BYTES = 256 << 20, 1 << 30  # the hot model's weights and KV cache, and room for others to prove themselves
+POOL_BYTES, HOST_BYTES = (
+    256 << 20,
+    1 << 30,
+)  # the hot model's weights and KV cache, and room for others to prove themselves
 SLEEPERS, SLEEPER_SHAPE = 8, dict(hidden=128, layers=2)
-PAIRS = 11
+PAIRS = 9
 SHAPES = {"small (0.6 M)": dict(hidden=128, layers=2), "medium (27 M)": dict(hidden=512, layers=8, heads=8, kv_heads=4)}
 
 

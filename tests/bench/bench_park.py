@@ -3,17 +3,21 @@
 One request whose KV cache takes 16 MiB, then 64 MiB. Each round measures in turns: the library's plain copy of as many
 bytes between the same pages and warm memory of the host, to the host and back (the roofs); from `park` to `parked`; from
 `fetch` to `arrived`, with the weights still there as clean cache, so that the request is all that travels; and a prefill
-of the same prompt. `python tests/bench/bench_park.py`
+of the same prompt. The first park of all has to get the host's memory; it stands apart.
+
+`python tests/bench/bench_park.py`
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +26,17 @@ sys.path.insert(0, str(ROOT))
 
 from runtime.memory.native import Cache, Direction  # noqa: E402
 from runtime.request import RequestId  # noqa: E402
-from tests.bench.timing import WAIT_S, gb_s, load, milliseconds, one_thread, polled, ratios, seconds  # noqa: E402
+from tests.bench.timing import (  # noqa: E402
+    WAIT_S,
+    gb_s,
+    load,
+    milliseconds,
+    one_thread,
+    polled,
+    ratios,
+    seconds,
+    spread,
+)
 
 if TYPE_CHECKING:
     from runtime.engine.builder import Builder
@@ -35,7 +49,17 @@ CONTEXT = 8192
 SHAPE = dict(hidden=256, layers=8, heads=8, kv_heads=8, context=CONTEXT)
 TOKEN_BYTES = 8 * 2 * 256 * 4  # layers x (K and V) x width x float32: 16 KiB
 POOL_BYTES, HOST_BYTES = 256 * MIB, 4096 * MIB  # a 32nd of the host's is kept warm for parked requests: 128 MiB
-LOOK_S = 5e-5  # the device's loop looks every 0.5 ms at most, and a copy of 16 MiB takes little longer
+LOOK_S = 1e-4  # the device's loop looks every 0.5 ms, and a copy of 16 MiB takes little longer
+
+
+@dataclass(frozen=True)
+class Trip:
+    """One way, by the engine and by a plain copy."""
+
+    moved: int  # bytes
+    took_s: float
+    copying_s: float  # of it
+    roof_s: float  # for as many bytes
 
 
 def measure(build: Builder, engine: VllmEngine, size: int) -> dict[str, object]:
@@ -43,39 +67,39 @@ def measure(build: Builder, engine: VllmEngine, size: int) -> dict[str, object]:
     from tests.runtime.engines import payload
 
     prompt = [(7 * n) % 500 + 3 for n in range(size // TOKEN_BYTES)]
-    kv_pages = 2 * (size // build.page_bytes) + 4  # room for the request and for prefills beside it
-    engine.fetch(kv_pages)
+    engine.fetch(2 * (size // build.page_bytes) + 4)  # room for the request and for prefills beside it
     polled(engine.arrived)
     engine.add(RequestId("r"), payload(prompt, "r", temperature=0, max_tokens=4 * ROUNDS, ignore_eos=True))
     while not engine.step():
         pass
-    prefills = [prefill_s(engine, payload(prompt, f"{n}", max_tokens=1)) for n in range(PREFILLS)]
+    prefills_s = [prefill_s(engine, payload(prompt, f"{n}", max_tokens=1)) for n in range(PREFILLS)]
     host = Cache(size)
     host.commit(0, size)
-    rounds = [there_and_back(build, engine, host, size, kv_pages) for _ in range(ROUNDS)]
+    first, *rounds = (there_and_back(build, engine, host, size) for _ in range(ROUNDS + 1))
     engine.abort([RequestId("r")])
     sleep(build, engine)
     host.close()
-
-    first_park_s = rounds[0][2]
-    _, *out_s = (one[2] for one in rounds)
-    _, *in_s = (one[3] for one in rounds)
-    _, *moved = (one[4] for one in rounds)
-    roofs_out, roofs_in = ([one[n] * one[4] / size for one in rounds[1:]] for n in (0, 1))  # for the bytes that moved
-    both_s = [a + b for a, b in zip(out_s, in_s, strict=True)]
-    prefill = [sorted(prefills)[PREFILLS // 2]] * len(both_s)
+    out, back = zip(*rounds, strict=True)
+    both_s = [there.took_s + again.took_s for there, again in rounds]
     return {
-        "kv_mib": round(moved[0] / MIB, 1),
+        "kv_mib": round(out[0].moved / MIB, 1),
         "tokens": len(prompt),
-        "roof_gb_s": {"to_host": gb_s(moved[0], roofs_out), "to_device": gb_s(moved[0], roofs_in)},
-        "park_ms": milliseconds(out_s),
-        "resume_ms": milliseconds(in_s),
-        "park_of_roof": ratios(roofs_out, out_s),
-        "resume_of_roof": ratios(roofs_in, in_s),
-        "first_park_ms": round(first_park_s * 1e3, 2),
-        "prefill_ms": milliseconds(prefills, 1),
-        "faster_than_prefill": ratios(prefill, both_s, 0),
+        "park": beside_roof(out),
+        "resume": beside_roof(back),
+        "first_park_ms": round(first[0].took_s * 1e3, 2),
+        "prefill_ms": milliseconds(prefills_s, 1),
+        "faster_than_prefill": spread((statistics.median(prefills_s) / s for s in both_s), 0),
         "load": load(),
+    }
+
+
+def beside_roof(trips: Sequence[Trip]) -> dict[str, list[float]]:
+    roofs_s = [trip.roof_s for trip in trips]
+    return {
+        "ms": milliseconds(trip.took_s for trip in trips),
+        "roof_gb_s": gb_s(trips[0].moved, roofs_s),
+        "of_roof": ratios(roofs_s, [trip.took_s for trip in trips]),
+        "copying_of_roof": ratios(roofs_s, [trip.copying_s for trip in trips]),
     }
 
 
@@ -88,21 +112,24 @@ def prefill_s(engine: VllmEngine, payload: bytes) -> float:
     return time.perf_counter() - started
 
 
-def there_and_back(
-    build: Builder, engine: VllmEngine, host: Cache, size: int, kv_pages: int
-) -> tuple[float, float, float, float, int]:
-    """Seconds to the host and back by plain copies, out and in by the engine, and how many bytes it moved each way."""
-    reservation, before = engine.kv.reservation, build.device.stats()
+def there_and_back(build: Builder, engine: VllmEngine, host: Cache, size: int) -> tuple[Trip, Trip]:
+    reservation = engine.kv.reservation
     roof_out_s = seconds(lambda: reservation.copy(0, host, 0, size, Direction.TO_HOST).wait(WAIT_S))
-    roof_in_s = seconds(lambda: reservation.copy(0, host, 0, size, Direction.TO_DEVICE).wait(WAIT_S))
+    roof_back_s = seconds(lambda: reservation.copy(0, host, 0, size, Direction.TO_DEVICE).wait(WAIT_S))
+
+    at_home = build.device.stats()
     out_s = seconds(lambda: (engine.park(), polled(engine.parked, LOOK_S)))
     build.device.settle(WAIT_S)
-    in_s = seconds(lambda: (engine.fetch(kv_pages), polled(engine.arrived, LOOK_S)))
-    after = build.device.stats()
-    moved = after.to_host_bytes - before.to_host_bytes - size
-    assert after.to_device_bytes - before.to_device_bytes - size == moved, "the weights travelled too"
+    away = build.device.stats()
+    back_s = seconds(lambda: (engine.fetch(engine.held().kv_wanted), polled(engine.arrived, LOOK_S)))
+    again = build.device.stats()
+
+    moved = away.to_host_bytes - at_home.to_host_bytes
+    assert again.to_device_bytes - away.to_device_bytes == moved, "the weights travelled too"
     assert engine.step(), "the request goes on where it stopped"
-    return roof_out_s, roof_in_s, out_s, in_s, moved
+    out = Trip(moved, out_s, away.copy_s - at_home.copy_s, roof_out_s * moved / size)
+    back = Trip(moved, back_s, again.copy_s - away.copy_s, roof_back_s * moved / size)
+    return out, back
 
 
 def sleep(build: Builder, engine: VllmEngine) -> None:

@@ -28,7 +28,7 @@ from tests.bench.timing import load, milliseconds, one_thread, polled, ratios, s
 MIB = 1 << 20
 SHAPES = {"demo (2.5 MiB)": dict(hidden=128, layers=2), "14 MB": dict(hidden=256, layers=4, heads=4, kv_heads=2)}
 COUNTS = (1, 4, 8, 16)
-BATCH, OUTPUT_TOKENS, ROUNDS = 8, 128, 9
+BATCH, OUTPUT_TOKENS, ROUNDS = 8, 64, 9
 POOL_BYTES, HOST_BYTES = 512 * MIB, 2048 * MIB  # the pool as `staccato up` has it
 
 

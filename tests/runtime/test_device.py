@@ -22,6 +22,7 @@ PAGES_TOTAL, PAGE_BYTES = 8, 2 << 20
 WEIGHTS_PAGES = 3
 TOKENS = 3  # of each request
 DEADLINE_S = 20
+GONE = (Residency.STAGED, Residency.COLD, Residency.FAILED)
 
 
 class Scripted:
@@ -136,7 +137,7 @@ class Node:
         self.build = Builder(self.made)
         self.device = Device(pipe.DeviceEnd(self._theirs), RoundRobin(), self.build, time.monotonic)
         self._plans: list[tuple[Callable[[], bool], tuple[pipe.ToDevice, ...]]] = []
-        self._reader = threading.Thread(target=self._read)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._streams = itertools.count(1)
 
     @property
@@ -174,6 +175,7 @@ class Node:
         """Until it is true, after all conditions before."""
         self.when(until, pipe.Quit())
         late = threading.Timer(DEADLINE_S, lambda: self.send(pipe.Quit()))
+        late.daemon = True
         self._reader.start()
         late.start()
         self.device.run()
@@ -365,7 +367,7 @@ def test_an_engine_that_raises_anywhere_costs_no_other_model_anything(call: str)
     starts = [node.start(), node.start(), node.start(model="b")]
     node.when(lambda: node.model("b").residency is Residency.RESIDENT, *starts, pipe.Stop("g", [1]))
     node.when(lambda: node.model("b").tokens == TOKENS, pipe.Order("a", awake=False))
-    node.when(lambda: node.model("a").residency in (Residency.STAGED, Residency.COLD), pipe.Withdraw("a"))
+    node.when(lambda: node.model("a").residency in GONE, pipe.Withdraw("a"))
     node.run(until=lambda: "a" not in node.states[-1].models)
     assert not any("boom" in error for error in node.lost), "what an exception says is not for clients"
     assert not (node.device._transfers or node.device._unfit), "it looks after an engine that is gone"

@@ -96,7 +96,7 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self) -> None:
         """The engines work again: everybody is served to the end."""
         self.world.grants = lambda pages: pages
-        self.world.settle(1000)
+        self.world.settle(2000)
         models = self.world.instance.models.values()
         assert not self.world.open
         assert {model.phase for model in models} <= {Phase.COLD, Phase.STAGED, Phase.RESIDENT, Phase.FAILED}
