@@ -137,6 +137,7 @@ def _gpu(lease: Lease, users: dict[str, list[str]]) -> dict[str, object]:
                 "fetch_ms": state.fetch_ms,
                 "weights_bytes": state.weights_pages * lease.page_bytes,
                 "kv_bytes": state.kv_pages * lease.page_bytes,
+                "kv_fragmentation": state.kv_fragmentation,
                 "running": state.running,
                 "waiting": state.waiting,
                 "turns": state.turns,

@@ -37,6 +37,8 @@ def status(deployment: Deployment, active: States, target: States) -> dict[str, 
 
 def phase(desired_state: str, states: States) -> str:
     """deploying | waking | awake | asleep | failed. Asleep is healthy, and failed ends when a load succeeds."""
+    if any(state.running for state in states.values()):
+        return "awake"  # it is in the middle of answers, also while it waits for its turn with nothing on the device
     match _residency(states):
         case Residency.RESIDENT:
             return "awake"

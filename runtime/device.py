@@ -53,12 +53,13 @@ from runtime.events import (
     Withdrawn,
 )
 from runtime.instance import Instance
+from runtime.model import Model
 from runtime.pages import Pages
 from runtime.pipe import DeviceEnd, Made, Order, Place, Quit, Ready, Start, State, Stop, ToDevice, Withdraw
 from runtime.policy.turns import POLICIES, Turns
 from runtime.request import ModelKey, Request, RequestId, request_id
 from store import observe
-from store.wire import Delta, EngineSpec
+from store.wire import Delta, EngineSpec, ModelState
 
 log = structlog.get_logger()
 
@@ -273,11 +274,15 @@ class Device:
             page_bytes=pages.page_bytes,
             pages_total=pages.total,
             pages_used=pages.used,
-            models={str(key): model.state(pages.of(key)) for key, model in self.instance.models.items()},
+            models={str(key): self._model_state(model) for key, model in self.instance.models.items()},
         )
         if state != self._state:
             self._state = state
             self._pipe.send(state)
+
+    def _model_state(self, model: Model) -> ModelState:
+        engine = self._engines.get(model.key)
+        return model.state(self.instance.pages.of(model.key), engine.kv_fragmentation() if engine else 0.0)
 
     def _rest(self) -> None:
         """Nothing for the device: sleep until a command comes, a transfer is over or a model's idle time is up."""

@@ -129,7 +129,7 @@ class Model:
         pause_s = min(RETRY_S_MOST, RETRY_S_FIRST * (1 << min(10, self.failures - 1)))
         self.retry_at = now + pause_s if mends else None
 
-    def state(self, held: Held) -> ModelState:
+    def state(self, held: Held, kv_fragmentation: float = 0.0) -> ModelState:
         return ModelState(
             residency=self.residency,
             error=self.error,
@@ -140,6 +140,7 @@ class Model:
             tokens=self.tokens,
             weights_pages=held.weights,
             kv_pages=held.kv,
+            kv_fragmentation=round(kv_fragmentation, 3),
             fetches=self.fetches,
             fetch_ms=round(self.fetch_ms, 3),
         )

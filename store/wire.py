@@ -203,6 +203,7 @@ class ModelState(Message, frozen=True, kw_only=True, tag=True):
     tokens: int = 0
     weights_pages: int = 0  # of the device's pool, now
     kv_pages: int = 0
+    kv_fragmentation: float = 0.0  # share of the pages with blocks in use that no block in use takes
     fetches: int = 0  # from the host's memory to the device
     fetch_ms: float = 0.0  # what the last took
 

@@ -54,6 +54,9 @@ class Engine(Protocol):
     def held(self) -> Held:
         """Cheap: asked after every step."""
 
+    def kv_fragmentation(self) -> float:
+        """Of the pages of KV cache that are in use, the share that holds nothing of a request."""
+
     def add(self, request: RequestId, payload: bytes) -> None:
         """Queue a request written by the engine's front half; touches no device memory. Raises BadRequest."""
 

@@ -53,6 +53,12 @@ class ElasticBlockPool(BlockPool):
         """How many pages `spare_pages` would find."""
         return max(0, len(self._kv.mapped) - self._pages_in_use)
 
+    @property
+    def fragmentation(self) -> float:
+        """Of the pages in use, the share that no block in use takes."""
+        pages = len(self._kv.mapped) - self.spare
+        return 1 - (1 + self.used_blocks) * self._kv.block_bytes / (pages * self._kv.page_bytes) if pages else 0.0
+
     def spare_pages(self) -> list[int]:
         """Mapped pages without a block in use, the highest first."""
         return [page for page in sorted(self._kv.mapped, reverse=True) if not self._used[page]]

@@ -92,6 +92,9 @@ class VllmEngine:
         wanted = self.kv.pages_for(max(1 + self._golden_blocks, scheduler.blocks_wanted()))
         return Held(self.weights.held_pages, mapped, wanted, self._blocks.spare)
 
+    def kv_fragmentation(self) -> float:
+        return self._blocks.fragmentation
+
     def fetch(self, kv_pages: int) -> None:
         with _pool_errors():
             self._open(kv_pages - len(self.kv.mapped))

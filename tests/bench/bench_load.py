@@ -1,10 +1,10 @@
 """How fast does a model come back from the host cache, and how fast does it go?
 
-Twice: the library alone, a load of 512 MiB into unmapped addresses; and an engine of 140 million weights, from `fetch`
-to `arrived`. Each round measures everything in turns, on the same pages: glibc's memcpy and the library's own copy
-(streaming stores: the roof) into pages that are mapped and warm, then the scale to zero, then the load, which has to map
-the pages first. Beside the engine stands what reads the same weights from files in the page cache: safetensors, each
-tensor then copied once into warm memory as any loader has to, and transformers. The answers are ratios, round by round.
+Twice: the library alone, a load of 512 MiB into unmapped addresses; and an engine of 140 million weights, from
+`fetch` to `arrived`. Each round measures everything in turns, on the same pages: glibc's memcpy and the library's own
+copy (streaming stores: the roof) into pages that are mapped and warm, the scale to zero, and the load, which has to
+map the pages first. Beside the engine stands what reads the same weights from files in the page cache: safetensors,
+each tensor then copied once into warm memory, and transformers. The answers are ratios, round by round.
 
 `python tests/bench/bench_load.py [MiB]`
 """

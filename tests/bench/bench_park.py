@@ -1,9 +1,9 @@
-"""What does it cost to take a request out of the device and to put it back? Beside plain copies, and beside a new prefill.
+"""What does it cost to take a request out of the device and to put it back? Beside plain copies, and a new prefill.
 
 One request whose KV cache takes 16 MiB, then 64 MiB. Each round measures in turns: the library's plain copy of as many
-bytes between the same pages and warm memory of the host, to the host and back (the roofs); from `park` to `parked`; from
-`fetch` to `arrived`, with the weights still there as clean cache, so that the request is all that travels; and a prefill
-of the same prompt. The first park of all has to get the host's memory; it stands apart.
+bytes between the same pages and warm memory of the host, to the host and back (the roofs); from `park` to `parked`;
+and from `fetch` to `arrived`, with the weights still there as clean cache, so that the request is all that travels.
+Before it, prefills of the same prompt. The first park of all has to get the host's memory; it stands apart.
 
 `python tests/bench/bench_park.py`
 """

@@ -1,10 +1,10 @@
 """How long does the device stand still when another model's turn comes?
 
-Two models of different sizes with eight requests each, driven as the device's loop drives them. *Prefetched*: while one
-steps, the other is brought in, weights and requests; from the end of the one's last step to the end of the other's first
-step, in units of the other's decode step. *One fits*: with a pool too small for both, from the last step of the one,
-which has to be parked, to the first tokens of the other; beside it what the same would take without any of this: the
-engine built anew, around its image in the host's cache or from its files, and the prompts computed again.
+Two models of different sizes with eight requests each, driven as the device's loop drives them. *Prefetched*: while
+one steps, the other is brought in, weights and requests; from the end of the one's last step to the end of the other's
+first step, in units of the other's decode step. *One fits*: with a pool too small for both, from the last step of the
+one, which has to be parked, to the first tokens of the other; beside it what the same would take without any of this:
+the engine built anew, around its image in the host's cache or from its files, and the prompts computed again.
 
 `python tests/bench/bench_switch.py`
 """

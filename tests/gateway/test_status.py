@@ -10,6 +10,7 @@ from store.wire import ModelState, Residency
 
 COLD, LOADING, RESIDENT, FAILED, LEAVING, STAGED = (ModelState(residency=residency) for residency in Residency)
 SLEPT = ModelState(residency=Residency.COLD, load_ms=10.0)
+BETWEEN_TURNS = ModelState(residency=Residency.STAGED, load_ms=10.0, running=2)
 PARKED = ModelState(residency=Residency.STAGED, load_ms=10.0)
 
 
@@ -30,6 +31,7 @@ PARKED = ModelState(residency=Residency.STAGED, load_ms=10.0)
         ([PARKED], "awake", "asleep"),
         ([PARKED, RESIDENT], "awake", "awake"),
         ([COLD, PARKED, FAILED], "awake", "asleep"),
+        ([BETWEEN_TURNS], "awake", "awake"),
     ],
 )
 def test_the_phase_is_that_of_the_runtime_that_is_furthest(

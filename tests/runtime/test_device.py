@@ -97,6 +97,9 @@ class Scripted:
     def shrink(self, kv_pages: int) -> None:
         self.kv -= kv_pages
 
+    def kv_fragmentation(self) -> float:
+        return 0.0
+
     def evict(self, weights_pages: int) -> None:
         self.weights -= weights_pages
 

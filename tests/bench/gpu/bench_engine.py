@@ -1,0 +1,50 @@
+"""vLLM over our pool on a GPU (F): what a hot model pays, a switch between two, parking, the way back from the host.
+
+`python tests/bench/gpu/bench_engine.py`: the benches of the same questions for a CPU, whose engines take the GPU where
+vLLM finds one. They need a vLLM of the versions that the runtime knows, built for CUDA; without one the answer says so.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT))
+
+from tests.bench.gpu.report import emit, emit_conditions  # noqa: E402
+
+QUESTIONS = ("hot_model", "switch", "park", "load")
+LIMIT_S = 120
+
+
+def why_not() -> str | None:
+    try:
+        from runtime.engine.settings import check_version
+
+        check_version()
+        from vllm.platforms import current_platform
+    except Exception as error:  # it is missing, of another version, or does not load on this machine
+        return f"{type(error).__name__}: {error}"
+    return None if current_platform.is_cuda() else "this vLLM was not built for CUDA"
+
+
+def main() -> int:
+    emit_conditions()
+    if reason := why_not():
+        emit("skipped", reason=reason)
+        return 0
+    failed = 0
+    for question in QUESTIONS:
+        command = [sys.executable, f"tests/bench/bench_{question}.py"]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False)
+        failed += done.returncode != 0
+        emit(question, exit_status=done.returncode, answers=[line for line in done.stdout.splitlines() if line])
+    print(json.dumps({"failed": failed}))
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
