@@ -10,21 +10,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from store.wire import Residency  # noqa: E402
-from tests.bench.timing import load, one_thread, ratios  # noqa: E402
+from tests.bench.timing import load, milliseconds, one_thread, ratios  # noqa: E402
 
-BATCH, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 32, 128
+BATCH, PROMPT_TOKENS = 8, 32
 KV_BYTES = 64 << 20
 POOL_BYTES, HOST_BYTES = (
     256 << 20,
@@ -33,6 +31,7 @@ POOL_BYTES, HOST_BYTES = (
 SLEEPERS, SLEEPER_SHAPE = 8, dict(hidden=128, layers=2)
 PAIRS = 9
 SHAPES = {"small (0.6 M)": dict(hidden=128, layers=2), "medium (27 M)": dict(hidden=512, layers=8, heads=8, kv_heads=4)}
+OUTPUT_TOKENS = {"small (0.6 M)": 256, "medium (27 M)": 64}
 
 
 def prompts() -> list[list[int]]:
@@ -40,7 +39,7 @@ def prompts() -> list[list[int]]:
 
 
 def serve_bare(model: str) -> None:
-    """The child with vLLM's `LLM`: a line in, the seconds of a batch out."""
+    """The child with vLLM's `LLM`: a line with the number of tokens in, the seconds of a batch out."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
@@ -56,14 +55,15 @@ def serve_bare(model: str) -> None:
         disable_log_stats=True,
         seed=0,
     )
-    sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     print("ready", flush=True)
-    for salt, _ in enumerate(sys.stdin):
+    for salt, line in enumerate(sys.stdin):
+        tokens = int(line)
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         batch = [{"prompt_token_ids": prompt, "cache_salt": str(salt)} for prompt in prompts()]
         started = time.perf_counter()
         outputs = llm.generate(batch, sampling, use_tqdm=False)
         seconds = time.perf_counter() - started
-        assert sum(len(output.outputs[0].token_ids) for output in outputs) == BATCH * OUTPUT_TOKENS
+        assert sum(len(output.outputs[0].token_ids) for output in outputs) == BATCH * tokens
         print(seconds, flush=True)
     os._exit(0)
 
@@ -84,9 +84,9 @@ class Bare:
             raise RuntimeError("the child with vLLM's LLM ended: run it alone with --bare MODEL to see why")
         return line.strip()
 
-    def batch_s(self) -> float:
+    def batch_s(self, tokens: int) -> float:
         assert self._child.stdin is not None
-        self._child.stdin.write("\n")
+        self._child.stdin.write(f"{tokens}\n")
         self._child.stdin.flush()
         return float(self._line())
 
@@ -131,7 +131,7 @@ class Ours:
                     return
         raise RuntimeError(f"the device process ended before {model} was {residency}")
 
-    async def batch_s(self) -> float:
+    async def batch_s(self, tokens: int) -> float:
         from runtime import pipe
         from store.wire import Run
         from tests.runtime.engines import payload
@@ -139,9 +139,7 @@ class Ours:
         runs = []
         for prompt in prompts():  # the gateway's work, in another process: not the runtime's loop
             self._stream += 1
-            data = payload(
-                prompt, f"s{self._stream // BATCH}", temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True
-            )
+            data = payload(prompt, f"s{self._stream // BATCH}", temperature=0, max_tokens=tokens, ignore_eos=True)
             run = Run(
                 gateway="g",
                 stream=self._stream,
@@ -149,7 +147,7 @@ class Ours:
                 request="",
                 attempt=1,
                 prompt_tokens=PROMPT_TOKENS,
-                max_tokens=OUTPUT_TOKENS,
+                max_tokens=tokens,
                 payload=data,
                 engine="",
             )
@@ -157,16 +155,16 @@ class Ours:
         started = time.perf_counter()
         for run in runs:
             self._pipe.send(pipe.Start(run))
-        ended = tokens = 0
+        ended = made = 0
         async for message in self._messages:
             if isinstance(message, pipe.Made):
                 for delta in message.deltas["g"]:
-                    tokens += len(delta.tokens)
+                    made += len(delta.tokens)
                     ended += delta.finish is not None
                 if ended == BATCH:
                     break
         seconds = time.perf_counter() - started
-        assert tokens == BATCH * OUTPUT_TOKENS
+        assert made == BATCH * tokens
         return seconds
 
     async def close(self) -> None:
@@ -186,30 +184,34 @@ async def measure(name: str, shape: dict[str, int]) -> dict[str, object]:
             write_random(Path(folder) / f"s{n}", "llama", seed=n, **SLEEPER_SHAPE) for n in range(1, SLEEPERS + 1)
         ]
         bare, ours, crowded = Bare(model), await Ours.start(model, []), await Ours.start(model, sleepers)
-        rounds = []
+        tokens, rounds = OUTPUT_TOKENS[name], []
         for n in range(PAIRS + 2):
             if n % 2:
-                crowded_s, ours_s, bare_s = await crowded.batch_s(), await ours.batch_s(), bare.batch_s()
+                crowded_s, ours_s, bare_s = (
+                    await crowded.batch_s(tokens),
+                    await ours.batch_s(tokens),
+                    bare.batch_s(tokens),
+                )
             else:
-                bare_s, ours_s, crowded_s = bare.batch_s(), await ours.batch_s(), await crowded.batch_s()
+                bare_s, ours_s, crowded_s = (
+                    bare.batch_s(tokens),
+                    await ours.batch_s(tokens),
+                    await crowded.batch_s(tokens),
+                )
             if n >= 2:  # all are warm
-                rounds.append((bare_s, ours_s, crowded_s))
+                rounds.append((bare_s / tokens, ours_s / tokens, crowded_s / tokens))
         await ours.close()
         await crowded.close()
         bare.close()
-    bare_times, ours_times, crowded_times = zip(*rounds, strict=True)
+    bare_steps, ours_steps, crowded_steps = zip(*rounds, strict=True)
     return {
         "model": name,
-        "bare_step_ms": step_ms(bare_times),
-        "ours_step_ms": step_ms(ours_times),
-        "ratio": ratios(ours_times, bare_times),
-        f"ratio_beside_{SLEEPERS}_that_sleep": ratios(crowded_times, bare_times),
+        "bare_step_ms": milliseconds(bare_steps),
+        "ours_step_ms": milliseconds(ours_steps),
+        "ratio": ratios(ours_steps, bare_steps),
+        f"ratio_beside_{SLEEPERS}_that_sleep": ratios(crowded_steps, bare_steps),
         "load": load(),
     }
-
-
-def step_ms(batches_s: Sequence[float]) -> float:
-    return round(statistics.median(batches_s) / OUTPUT_TOKENS * 1e3, 3)
 
 
 def main() -> None:

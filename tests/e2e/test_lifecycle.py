@@ -33,9 +33,7 @@ def answer(platform: Platform, key: str) -> str:
     return str(response.json()["choices"][0]["message"]["content"])
 
 
-def test_a_sleeping_deployment_is_healthy_and_wakes_for_a_request(
-    platform: Platform, tune: str
-) -> None:
+def test_a_sleeping_deployment_is_healthy_and_wakes_for_a_request(platform: Platform, tune: str) -> None:
     key = platform.keys["globex"]
     platform.request("POST", tune + ":sleep")
     platform.until(lambda: platform.get(tune).json()["status"]["phase"] == "asleep")
