@@ -4,7 +4,7 @@ Twice: the library alone, a load of 512 MiB into unmapped addresses; and an engi
 `fetch` to `arrived`. Each round measures everything in turns, on the same pages: glibc's memcpy and the library's own
 copy (streaming stores: the roof) into pages that are mapped and warm, the scale to zero, and the load, which has to
 map the pages first. Beside the engine stands what reads the same weights from files in the page cache: safetensors,
-each tensor then copied once into warm memory, and transformers. The answers are ratios, round by round.
+and transformers, each tensor then copied once into warm memory. The answers are ratios, round by round.
 
 `python tests/bench/bench_load.py [MiB]`
 """
@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +37,12 @@ from tests.bench.timing import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from runtime.engine.builder import Builder
     from runtime.engine.vllm import VllmEngine
 
-ROUNDS = 9
+ROUNDS = 15
 MIB = 1 << 20
 SHAPE = dict(hidden=1024, layers=11, heads=8, kv_heads=4)  # 140 million weights, 536 MiB
 POOL_BYTES, HOST_BYTES = 640 * MIB, 2048 * MIB
@@ -147,42 +150,47 @@ def beside(build: Builder, engine: VllmEngine, path: Path) -> dict[str, float]:
         assert engine.parked(), "there are no requests to wait for"
         engine.evict(engine.held().weights)
 
-    fetch_s = seconds(come)
+    files_s = {"safetensors": safetensors_s(path), "transformers": transformers_s(path)}
+    come()
     memcpy_s = seconds(lambda: ctypes.memmove(reservation.address, cache.address + image.offset, size))
     roof_s = seconds(lambda: reservation.copy(0, cache, image.offset, size, Direction.TO_DEVICE).wait(WAIT_S))
     to_zero_s = seconds(go)
     pages_free_s = to_zero_s + seconds(lambda: build.device.settle(WAIT_S))
     assert build.pages_used() == 0
-    return {
-        "fetch": fetch_s,
+    fetch_s = seconds(come)
+    go()
+    build.device.settle(WAIT_S)
+    return files_s | {
         "memcpy": memcpy_s,
         "roof": roof_s,
         "to_zero": to_zero_s,
         "pages_free": pages_free_s,
-        "safetensors": safetensors_s(path),
-        "transformers": transformers_s(path),
+        "fetch": fetch_s,
     }
 
 
 def safetensors_s(path: Path) -> float:
-    """`load_file` maps the file; the tensors are somewhere else only once they are copied."""
     from safetensors.torch import load_file
 
-    file = path / "model.safetensors"
-    homes = {name: tensor.clone() for name, tensor in load_file(file).items()}
-
-    def come() -> None:
-        for name, tensor in load_file(file).items():
-            homes[name].copy_(tensor)
-
-    return seconds(come)
+    return copied_s(lambda: load_file(path / "model.safetensors"))
 
 
 def transformers_s(path: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return seconds(lambda: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    return copied_s(lambda: dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters()))
+
+
+def copied_s(load_weights: Callable[[], Mapping[str, torch.Tensor]]) -> float:
+    """Until the weights are in warm memory: both loaders map the file, and read nothing of it before it is touched."""
+    homes = {name: tensor.detach().clone() for name, tensor in load_weights().items()}
+
+    def come() -> None:
+        for name, tensor in load_weights().items():
+            homes[name].copy_(tensor.detach())
+
+    return seconds(come)
 
 
 if __name__ == "__main__":
