@@ -65,7 +65,7 @@ log = structlog.get_logger()
 
 STATE_PERIOD_S = 1.0
 STATE_PAUSE_S = 0.05  # at least, between two while steps are made: models may come and go with every turn
-TRANSFER_POLL_S = 0.0005  # when there is nothing else to do
+TRANSFER_POLL_S = 1e-4  # while the device has nothing else to do; more often would slow the copies down
 BACKLOG_MOST = 64 << 20  # bytes: a node that does not read stops the steps, not the machine's memory
 
 Ask = Callable[[Engine], Event | None]

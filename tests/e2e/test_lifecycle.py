@@ -21,7 +21,7 @@ def tune(platform: Platform):  # type: ignore[no-untyped-def]
     deployment = platform.deploy("globex", "tune", "faq", scaling={"idle": "10m"})  # an engine of its own
     path = f"/api/v1/deployments/{deployment['id']}"
     try:
-        assert deployment["status"]["phase"] == "awake"
+        platform.until(lambda: platform.get(path).json()["status"]["phase"] == "awake")  # the engine may be leaving yet
         yield path
     finally:
         platform.request("DELETE", path)
