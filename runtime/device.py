@@ -65,7 +65,7 @@ log = structlog.get_logger()
 
 STATE_PERIOD_S = 1.0
 STATE_PAUSE_S = 0.05  # at least, between two while steps are made: models may come and go with every turn
-TRANSFER_POLL_S = 1e-4  # while the device has nothing else to do; more often would slow the copies down
+TRANSFER_WAIT_S = 1e-3  # at a time, while the device has nothing else to do
 BACKLOG_MOST = 64 << 20  # bytes: a node that does not read stops the steps, not the machine's memory
 
 Ask = Callable[[Engine], Event | None]
@@ -287,7 +287,8 @@ class Device:
     def _rest(self) -> None:
         """Nothing for the device: sleep until a command comes, a transfer is over or a model's idle time is up."""
         if self._transfers:
-            self._pipe.wait(TRANSFER_POLL_S)
+            model = next(iter(self._transfers))  # looking again and again would take time from the copies
+            self._ask(model, partial(_wait, TRANSFER_WAIT_S))
             return
         self.instance.check()
         used, booked = self._build.pages_used(), self.instance.pages.used
@@ -295,6 +296,10 @@ class Device:
         self._send_state()
         tick_at = self.instance.next_tick()
         self._pipe.wait(None if tick_at is None else tick_at - self._clock())
+
+
+def _wait(timeout_s: float, engine: Engine) -> None:
+    engine.wait(timeout_s)
 
 
 def _add(request: Request, engine: Engine) -> Event:

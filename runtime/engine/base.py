@@ -4,7 +4,7 @@ while it lives. Pure; vllm.py carries it out.
 Memory is counted in pages of the device's pool. An engine is built off the pool and holds no pages then. `fetch`
 brings it in, `park` takes its requests out, `evict` gives back what of its weights is left as clean cache; between
 those it may `grow` and `shrink` its KV cache. None of these waits for a transfer: `arrived` and `parked` say how far it
-is.
+is, and `wait` is for who has nothing else to do.
 """
 
 from __future__ import annotations
@@ -90,6 +90,9 @@ class Engine(Protocol):
 
     def parked(self) -> bool:
         """Whether all requests are safe on the host and all of the KV cache's pages are given back."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a transfer that `fetch` or `park` began is over, well or not, or the time is up."""
 
     def grow(self, kv_pages: int) -> None:
         """Take so many pages more for the KV cache; fewer if the pool has too few or refuses: see `held`."""

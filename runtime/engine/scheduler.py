@@ -232,6 +232,13 @@ class PooledScheduler(Scheduler):
     # ── asked by the engine ───────────────────────────────────────────────────────────────────────────────────────────
 
     @property
+    def ticket(self) -> Ticket | None:
+        """Of a copy under way."""
+        if self._leaving is not None:
+            return self._leaving.ticket
+        return next((away.ticket for away in self._arriving.values()), None)
+
+    @property
     def arriving(self) -> int:
         return len(self._arriving)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import cast
 
 import structlog
@@ -121,6 +121,11 @@ class VllmEngine:
             return False
         self._give_back(list(self.kv.mapped))
         return True
+
+    def wait(self, timeout_s: float) -> None:
+        if (ticket := self.weights.ticket or self._scheduler.ticket) is not None:
+            with suppress(PoolError):  # the time is up, or it failed, which the next look will say
+                ticket.wait(timeout_s)
 
     def grow(self, kv_pages: int) -> None:
         try:

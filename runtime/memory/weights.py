@@ -20,27 +20,27 @@ class Weights:
         self.pages = -(-size // self.page_bytes)
         self.image: Image | None = None
         self.held_pages = 0  # mapped, or clean cache
-        self._ticket: Ticket | None = None
+        self.ticket: Ticket | None = None  # of the transfer under way
 
     def fetch(self) -> None:
         """Begin to bring in what is missing. Raises PoolError when the pool has too few pages; all is as before."""
-        assert self.image is not None and self._ticket is None
-        self._ticket = self.reservation.load(self._cache, [Segment(0, self.image.offset, self.size)])
+        assert self.image is not None and self.ticket is None
+        self.ticket = self.reservation.load(self._cache, [Segment(0, self.image.offset, self.size)])
         self.held_pages = self.pages
 
     def arrived(self) -> bool:
         """Raises PoolError when the transfer failed; what was there before is there still."""
-        if self._ticket is None:
+        if self.ticket is None:
             return True
         try:
-            if not self._ticket.done():
+            if not self.ticket.done():
                 return False
         except PoolError:
-            self._ticket = None
+            self.ticket = None
             mapped, clean = self.reservation.residency(0, self.pages * self.page_bytes)
             self.held_pages = (mapped + clean) // self.page_bytes
             raise
-        self._ticket = None
+        self.ticket = None
         return True
 
     def leave(self) -> None:
@@ -65,11 +65,11 @@ class Weights:
             self.image = None
 
     def _stop(self) -> None:
-        if self._ticket is None:
+        if self.ticket is None:
             return
-        self._ticket.cancel()
+        self.ticket.cancel()
         with contextlib.suppress(PoolError):  # it was cancelled, or failed: either way it is over
-            self._ticket.wait(STOP_WAIT_S)
+            self.ticket.wait(STOP_WAIT_S)
         with contextlib.suppress(PoolError):
             self.arrived()
-        assert self._ticket is None, f"a load of {self.size} bytes did not end within {STOP_WAIT_S} s"
+        assert self.ticket is None, f"a load of {self.size} bytes did not end within {STOP_WAIT_S} s"

@@ -26,11 +26,11 @@ sys.path.insert(0, str(ROOT))
 from runtime.memory.native import Cache, Device, Direction, Segment  # noqa: E402
 from tests.bench.timing import (  # noqa: E402
     WAIT_S,
+    awaited,
     gb_s,
     load,
     milliseconds,
     one_thread,
-    polled,
     ratios,
     seconds,
     spread,
@@ -143,7 +143,7 @@ def beside(build: Builder, engine: VllmEngine, path: Path) -> dict[str, float]:
 
     def come() -> None:
         engine.fetch(1)
-        polled(engine.arrived)
+        awaited(engine, engine.arrived)
 
     def go() -> None:
         engine.park()

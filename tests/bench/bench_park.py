@@ -28,11 +28,11 @@ from runtime.memory.native import Cache, Direction  # noqa: E402
 from runtime.request import RequestId  # noqa: E402
 from tests.bench.timing import (  # noqa: E402
     WAIT_S,
+    awaited,
     gb_s,
     load,
     milliseconds,
     one_thread,
-    polled,
     ratios,
     seconds,
     spread,
@@ -49,7 +49,6 @@ CONTEXT = 8192
 SHAPE = dict(hidden=256, layers=8, heads=8, kv_heads=8, context=CONTEXT)
 TOKEN_BYTES = 8 * 2 * 256 * 4  # layers x (K and V) x width x float32: 16 KiB
 POOL_BYTES, HOST_BYTES = 256 * MIB, 4096 * MIB  # a 32nd of the host's is kept warm for parked requests: 128 MiB
-LOOK_S = 1e-4  # the device's loop looks every 0.5 ms, and a copy of 16 MiB takes little longer
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def measure(build: Builder, engine: VllmEngine, size: int) -> dict[str, object]:
 
     prompt = [(7 * n) % 500 + 3 for n in range(size // TOKEN_BYTES)]
     engine.fetch(2 * (size // build.page_bytes) + 4)  # room for the request and for prefills beside it
-    polled(engine.arrived)
+    awaited(engine, engine.arrived)
     engine.add(RequestId("r"), payload(prompt, "r", temperature=0, max_tokens=4 * ROUNDS, ignore_eos=True))
     while not engine.step():
         pass
@@ -81,11 +80,13 @@ def measure(build: Builder, engine: VllmEngine, size: int) -> dict[str, object]:
     host.close()
     out, back = zip(*rounds, strict=True)
     both_s = [there.took_s + again.took_s for there, again in rounds]
+    both_roofs_s = [there.roof_s + again.roof_s for there, again in rounds]
     return {
         "kv_mib": round(out[0].moved / MIB, 1),
         "tokens": len(prompt),
         "park": beside_roof(out),
         "resume": beside_roof(back),
+        "both_of_roof": ratios(both_roofs_s, both_s),
         "first_park_ms": round(first[0].took_s * 1e3, 2),
         "prefill_ms": milliseconds(prefills_s, 1),
         "faster_than_prefill": spread((statistics.median(prefills_s) / s for s in both_s), 0),
@@ -118,10 +119,10 @@ def there_and_back(build: Builder, engine: VllmEngine, host: Cache, size: int) -
     roof_back_s = seconds(lambda: reservation.copy(0, host, 0, size, Direction.TO_DEVICE).wait(WAIT_S))
 
     at_home = build.device.stats()
-    out_s = seconds(lambda: (engine.park(), polled(engine.parked, LOOK_S)))
+    out_s = seconds(lambda: (engine.park(), awaited(engine, engine.parked)))
     build.device.settle(WAIT_S)
     away = build.device.stats()
-    back_s = seconds(lambda: (engine.fetch(engine.held().kv_wanted), polled(engine.arrived, LOOK_S)))
+    back_s = seconds(lambda: (engine.fetch(engine.held().kv_wanted), awaited(engine, engine.arrived)))
     again = build.device.stats()
 
     moved = away.to_host_bytes - at_home.to_host_bytes
@@ -134,7 +135,7 @@ def there_and_back(build: Builder, engine: VllmEngine, host: Cache, size: int) -
 
 def sleep(build: Builder, engine: VllmEngine) -> None:
     engine.park()
-    polled(engine.parked)
+    awaited(engine, engine.parked)
     engine.evict(engine.held().weights)
     build.device.settle(WAIT_S)
 

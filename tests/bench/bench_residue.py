@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from runtime.request import RequestId  # noqa: E402
-from tests.bench.timing import load, milliseconds, one_thread, polled, ratios, seconds  # noqa: E402
+from tests.bench.timing import awaited, load, milliseconds, one_thread, ratios, seconds  # noqa: E402
 
 MIB = 1 << 20
 SHAPES = {"demo (2.5 MiB)": dict(hidden=128, layers=2), "14 MB": dict(hidden=256, layers=4, heads=4, kv_heads=2)}
@@ -100,7 +100,7 @@ def batch_s(engine: Any, salt: str) -> float:
     from tests.runtime.engines import asleep, payload
 
     engine.fetch(engine.kv.pages_for(1 + 2 * BATCH))
-    polled(engine.arrived)
+    awaited(engine, engine.arrived)
     for n in range(BATCH):
         asked = payload([7 * n + 3] * 32, f"{salt}-{n}", temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
         engine.add(RequestId(f"{n}"), asked)

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from runtime.request import RequestId  # noqa: E402
 from store.wire import EngineSpec  # noqa: E402
-from tests.bench.timing import WAIT_S, load, milliseconds, one_thread, polled, seconds, spread  # noqa: E402
+from tests.bench.timing import WAIT_S, awaited, load, milliseconds, one_thread, seconds, spread  # noqa: E402
 
 if TYPE_CHECKING:
     from runtime.engine.builder import Builder
@@ -64,7 +64,7 @@ class Model:
 
     def come(self) -> None:
         self.engine.fetch(self.kv_pages())
-        polled(self.engine.arrived)
+        awaited(self.engine, self.engine.arrived)
 
     def turn(self) -> None:
         for _ in range(TURN_STEPS):
@@ -72,7 +72,7 @@ class Model:
 
     def go(self) -> None:
         self.engine.park()
-        polled(self.engine.parked)
+        awaited(self.engine, self.engine.parked)
         self.engine.evict(self.engine.held().weights)
 
     def step_s(self) -> float:
@@ -194,7 +194,7 @@ def rebuilt(build: Builder, model: Model, keep_image: bool) -> float:
     began = time.perf_counter()
     model.engine = build(model.spec)
     model.engine.fetch(model.engine.kv.pages_for(1 + 2 * BATCH))
-    polled(model.engine.arrived)
+    awaited(model.engine, model.engine.arrived)
     model.add_batch("again")
     while len(model.engine.step()) < BATCH:
         pass

@@ -6,8 +6,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
-from runtime.device import TRANSFER_POLL_S
+from runtime.device import TRANSFER_WAIT_S
 
 WAIT_S = 60.0
 
@@ -24,12 +25,16 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def polled(done: Callable[[], bool], every_s: float = TRANSFER_POLL_S) -> None:
-    """Look as the device's loop does when it has nothing else to do."""
+class Moving(Protocol):
+    def wait(self, timeout_s: float) -> None: ...
+
+
+def awaited(engine: Moving, done: Callable[[], bool]) -> None:
+    """As the device's loop does when it has nothing else to do."""
     deadline = time.perf_counter() + WAIT_S
     while not done():
         assert time.perf_counter() < deadline, f"{done} is not true after {WAIT_S:.0f} s"
-        time.sleep(every_s)
+        engine.wait(TRANSFER_WAIT_S)
 
 
 def spread(values: Iterable[float], digits: int) -> list[float]:

@@ -97,6 +97,9 @@ class Scripted:
     def shrink(self, kv_pages: int) -> None:
         self.kv -= kv_pages
 
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(0)
+
     def kv_fragmentation(self) -> float:
         return 0.0
 
