@@ -21,6 +21,7 @@ from gateway.up import FREE_BYTES_LEAST, nats_binary, port_refusal
 PYTHON_LEAST = (3, 11)
 VLLM, TORCH = "0.32", "2.13"  # the releases runtime/engine was written for; the lock has one of each
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+LIBRARY = Path(__file__).parents[1] / "csrc/build/libstaccato_memory.so"
 COMPILERS = ("c++", "g++", "clang++")
 NATS_PAYLOAD_LEAST = 1 << 20
 DEADLINE_S = 3.0
@@ -41,6 +42,7 @@ def examine(settings: Settings) -> list[Finding]:
     return [
         python(),
         compiler(),
+        memory_library(),
         vllm(),
         torch(),
         unwanted(),
@@ -67,6 +69,14 @@ def compiler() -> Finding:
     paths = [path for name in names if (path := shutil.which(name))]
     fix = "install one, for example `apt-get install g++`, or set CXX to yours"
     return Finding("compiler", bool(paths), paths[0] if paths else "no C++ compiler in PATH", fix)
+
+
+def memory_library() -> Finding:
+    """Runtimes load it when they start."""
+    found = str(LIBRARY) if LIBRARY.exists() else f"{LIBRARY} is not there"
+    return Finding(
+        "memory library", LIBRARY.exists(), found, "build it: `make -C csrc`, or `make setup` for everything"
+    )
 
 
 def vllm() -> Finding:

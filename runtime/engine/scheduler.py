@@ -161,9 +161,9 @@ class PooledScheduler(Scheduler):
         for id, away in list(self._parked.items()):
             if len(away.host) + leave > self.blocks.get_num_free_blocks() or not self._place(away):
                 return
+            self._copy_in(away)
             del self._parked[id]
             self._arriving[id] = away
-            self._copy_in(away)
 
     def land(self) -> None:
         """Let requests go on whose copies are over."""

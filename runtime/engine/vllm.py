@@ -9,8 +9,7 @@ every core, is never called: `close` takes apart only what is the core's own.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import cast
 
 import structlog
@@ -96,21 +95,32 @@ class VllmEngine:
         return self._blocks.fragmentation
 
     def fetch(self, kv_pages: int) -> None:
-        with _pool_errors():
+        """Weights first, for a step needs all of them; if they are here still, requests need not wait for that."""
+        try:
             self._open(kv_pages - len(self.kv.mapped))
-            self.weights.fetch()
-        self._scheduler.bring_in(leave=self._golden_blocks)  # there may be a check before the first step
+            here = self.weights.held_pages == self.weights.pages
+            if not here:
+                self.weights.fetch()
+            self._scheduler.bring_in(leave=self._golden_blocks)  # there may be a check before the first step
+            if here:
+                self.weights.fetch()
+        except PoolError as error:
+            raise self._not_fetched(error) from error
 
     def arrived(self) -> bool:
         try:
             if not self.weights.arrived():
                 return False
         except PoolError as error:
-            self._scheduler.take_out(None)
-            self._scheduler.wait_all_out()
-            raise EngineError(str(error)) from error
+            raise self._not_fetched(error) from error
         self._scheduler.land()
         return self._scheduler.inside > 0 or self._scheduler.arriving == 0
+
+    def _not_fetched(self, error: PoolError) -> EngineError:
+        """Requests that are on their way go back."""
+        self._scheduler.take_out(None)
+        self._scheduler.wait_all_out()
+        return EngineError(str(error))
 
     def park(self) -> None:
         self._scheduler.take_out(self._written())
@@ -268,14 +278,6 @@ class VllmEngine:
         self.kv.reservation.release()
         self.weights.close()
         self.home.leave()
-
-
-@contextmanager
-def _pool_errors() -> Iterator[None]:
-    try:
-        yield
-    except PoolError as error:
-        raise EngineError(str(error)) from error
 
 
 def first_line(error: Exception) -> str:

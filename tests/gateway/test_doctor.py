@@ -35,9 +35,16 @@ def test_the_command_fails_when_a_check_does_and_prints_the_fix(settings: Settin
         environment = {"STACCATO_DATA": str(settings.data), "STACCATO_PORT": str(settings.port), "PATH": ""}
         ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.returncode == 1
-    assert ran.stderr == "error: 2 of 10 checks failed\n"
+    assert ran.stderr == "error: 2 of 11 checks failed\n"
     for line in ("FAIL  compiler", "-> install one", "FAIL  port", "-> stop the program", f"{settings.data}"):
         assert line in ran.stdout
+
+
+def test_a_memory_library_that_was_not_built_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert doctor.memory_library().ok
+    monkeypatch.setattr(doctor, "LIBRARY", tmp_path / "none.so")
+    found = doctor.memory_library()
+    assert not found.ok and found.found.endswith("none.so is not there") and "make -C csrc" in found.fix
 
 
 def test_a_missing_compiler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
