@@ -42,8 +42,9 @@ class Settings(BaseSettings):
     admin_key: SecretStr | None = None  # None: the one in DATA/admin.key, made on the first start
     model_roots: Annotated[list[Path], NoDecode, BeforeValidator(_paths)] = []  # tenants may register below these
     runtimes: int = Field(1, ge=0, le=64)
-    device_memory: ByteSize = ByteSize(512 << 20)  # of each runtime's page pool on a machine without a GPU
-    host_cache: ByteSize = ByteSize(_memory() // 2)  # images of models and parked requests, all runtimes together
+    device_memory: ByteSize = Field(ByteSize(512 << 20), ge=4 << 20)  # each runtime's pool of pages
+    # Images of models and parked requests, of all runtimes together:
+    host_cache: ByteSize = Field(ByteSize(_memory() // 2), ge=16 << 20)
     policy: str = "round-robin"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     body_limit_bytes: ByteSize = ByteSize(8 << 20)

@@ -44,6 +44,8 @@ def test_sizes_and_folder_lists_are_read_as_people_write_them(monkeypatch: pytes
         ("STACCATO_PORT", "eighty", "integer"),
         ("STACCATO_PORT", "70000", "65535"),
         ("STACCATO_DEVICE_MEMORY", "lots", "byte"),
+        ("STACCATO_DEVICE_MEMORY", "1MiB", "4194304"),
+        ("STACCATO_HOST_CACHE", "1MiB", "16777216"),
         ("STACCATO_POLICY", "fair", "round-robin"),
         ("STACCATO_LOG_LEVEL", "loud", "warning"),
     ],
