@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from pydantic import ByteSize
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from runtime.policy.turns import POLICIES
+from runtime.policy.by_name import POLICIES
 
 
 def _threads() -> int:
@@ -26,17 +27,20 @@ class RuntimeSettings(BaseSettings):
 
     nats_url: str = "nats://127.0.0.1:4222"
     runtime_id: str = "r1"
-    policy: str = "round-robin"
+    policy: str = "slack"
     device_memory: ByteSize = ByteSize(512 << 20)  # the pool of pages for weights and KV cache
     host_cache: ByteSize = ByteSize(_memory() // 2)  # the most that images of models and parked requests take
     host_cache_fd: int = -1  # the file that the runtimes of a node share for that; without one it is this runtime's own
     threads: int = _threads()  # compute threads of the device process, without a GPU
+    journal: Path | None = None  # folder in which each runtime keeps a journal of what it decides
     drain_s: float = 30.0  # longest wait for streams to end after SIGTERM
 
     def check(self) -> None:
         """Raises ValueError with one sentence."""
         if self.policy not in POLICIES:
             raise ValueError(f"no turn policy {self.policy!r}: choose one of {', '.join(POLICIES)}")
+        if self.journal is not None and not (self.journal.is_dir() and os.access(self.journal, os.W_OK)):
+            raise ValueError(f"STACCATO_JOURNAL={self.journal} is no folder to write into: make it, or name another")
         if not self.runtime_id.replace("-", "").isalnum():
             raise ValueError(
                 f"runtime id {self.runtime_id!r} has other than letters, digits and '-': it names subjects"

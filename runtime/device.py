@@ -13,9 +13,11 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import structlog
 
+from runtime.costs import ModelCosts, model_size, unknown
 from runtime.engine.base import BadRequest, Engine, EngineError
 from runtime.engine.base import Build as Builder
 from runtime.events import (
@@ -53,13 +55,15 @@ from runtime.events import (
     Withdrawn,
 )
 from runtime.instance import Instance
+from runtime.journal import Began, Journal, Recorded, appended
 from runtime.model import Model
 from runtime.pages import Pages
 from runtime.pipe import DeviceEnd, Made, Order, Place, Quit, Ready, Start, State, Stop, ToDevice, Withdraw
-from runtime.policy.turns import POLICIES, Turns
-from runtime.request import ModelKey, Request, RequestId, request_id
+from runtime.policy.by_name import POLICIES
+from runtime.policy.turns import Turns
+from runtime.request import ModelKey, Objective, Request, RequestId, request_id
 from store import observe
-from store.wire import Delta, EngineSpec, ModelState
+from store.wire import Delta, EngineSpec, ModelState, Run
 
 log = structlog.get_logger()
 
@@ -74,8 +78,19 @@ Ask = Callable[[Engine], Event | None]
 class Device:
     """The loop. `build` makes engines; `clock` is monotone, in seconds."""
 
-    def __init__(self, pipe: DeviceEnd, turns: Turns, build: Builder, clock: Callable[[], float]) -> None:
-        self.instance = Instance(turns, Pages(build.pages_total, build.page_bytes))
+    def __init__(
+        self,
+        pipe: DeviceEnd,
+        turns: Turns,
+        build: Builder,
+        clock: Callable[[], float],
+        costs: Callable[[EngineSpec], ModelCosts] | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        costs = costs or _unknown
+        pages = Pages(build.pages_total, build.page_bytes)
+        self.instance = Instance(turns, pages, costs if journal is None else journal.noting(costs))
+        self._machine = self.instance if journal is None else Recorded(self.instance, journal)
         self._pipe, self._build, self._clock = pipe, build, clock
         self._engines: dict[ModelKey, Engine] = {}
         self._unfit: set[ModelKey] = set()  # their engines failed, and are asked for nothing but to close
@@ -91,7 +106,7 @@ class Device:
             for command in self._pipe.receive():
                 self._command(command)
             self._look_at_transfers()
-            effects = self.instance.decide(self._clock())
+            effects = self._machine.decide(self._clock())
             self._report()  # what was made must not wait for the device
             self._carry_out(effects)
             if not effects and not self._quit:
@@ -108,7 +123,7 @@ class Device:
             case Start(run):
                 id = request_id(run.gateway, run.stream)
                 model = ModelKey(run.model)
-                event = Arrived(Request(id, run.gateway, run.stream, model, run.payload, self._clock()))
+                event = Arrived(_request(run, id, model, self._clock()))
             case Stop(gateway, streams):
                 event = Cancelled([request_id(gateway, stream) for stream in streams])
             case Order(model, awake):
@@ -119,7 +134,7 @@ class Device:
         self._hear(event)
 
     def _hear(self, event: Event) -> None:
-        self._carry_out(self.instance.hear(event, self._clock()))
+        self._carry_out(self._machine.hear(event, self._clock()))
 
     # ── carrying out ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -180,7 +195,9 @@ class Device:
             return StepFailed(model, "it failed before")
         engine = self._engines[model]
         try:
-            return Stepped(model, engine.step(), engine.busy(), engine.held())
+            began = self._clock()
+            outputs = engine.step()
+            return Stepped(model, outputs, engine.busy(), engine.held(), self._clock() - began)
         except Exception as error:
             self._unfit.add(model)
             return StepFailed(model, _reason("device.step_failed", model, error))
@@ -275,6 +292,7 @@ class Device:
             pages_total=pages.total,
             pages_used=pages.used,
             models={str(key): self._model_state(model) for key, model in self.instance.models.items()},
+            attainment=dict(self.instance.attainment.totals),
         )
         if state != self._state:
             self._state = state
@@ -296,6 +314,17 @@ class Device:
         self._send_state()
         tick_at = self.instance.next_tick()
         self._pipe.wait(None if tick_at is None else tick_at - self._clock())
+
+
+def _unknown(spec: EngineSpec) -> ModelCosts:
+    return unknown(model_size(spec))
+
+
+def _request(run: Run, id: RequestId, model: ModelKey, now: float) -> Request:
+    objective = Objective(run.ttft_s, run.tbt_s, run.patience_s)
+    return Request(
+        id, run.gateway, run.stream, model, run.payload, now, run.prompt_tokens, run.max_tokens, objective, run.label
+    )
 
 
 def _wait(timeout_s: float, engine: Engine) -> None:
@@ -334,8 +363,9 @@ def _reason(what: str, model: ModelKey, error: Exception) -> str:
 
 
 def main() -> None:
-    """`python -m runtime.device FD POLICY POOL_BYTES HOST_BYTES [HOST_FD]`, started by the node with its pipe's end."""
-    fd, policy, memory = int(sys.argv[1]), sys.argv[2], [int(number) for number in sys.argv[3:]]
+    """`python -m runtime.device FD POLICY POOL_BYTES HOST_BYTES [HOST_FD [JOURNAL]]`, started by the node with its
+    pipe's end."""
+    fd, policy, memory = int(sys.argv[1]), sys.argv[2], [int(number) for number in sys.argv[3:6]]
     observe.configure_logs("device")
     from runtime.engine.builder import Builder  # seconds: only this process pays
     from runtime.engine.selfcheck import self_check
@@ -345,7 +375,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     build = Builder(*memory)
     self_check(build)
-    Device(pipe, POLICIES[policy], build, time.monotonic).run()
+    journal = None
+    if sys.argv[6:]:
+        journal = Journal(appended(Path(sys.argv[6])), Began(policy, build.pages_total, build.page_bytes))
+    Device(pipe, POLICIES[policy](), build, time.monotonic, journal=journal).run()
     os._exit(0)  # vLLM's exit handlers tear down what is going anyway
 
 

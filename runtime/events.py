@@ -21,6 +21,7 @@ class Placed(msgspec.Struct, frozen=True):
     """This runtime is to be able to serve the model; it is brought in once to prove that it can be."""
 
     spec: EngineSpec
+    prove: bool = True  # false: it was proved elsewhere, and waits until somebody asks for it
 
 
 class Withdrawn(msgspec.Struct, frozen=True):
@@ -61,10 +62,14 @@ class BuildFailed(msgspec.Struct, frozen=True):
 
 
 class Stepped(msgspec.Struct, frozen=True):
+    """One step, or several of the same batch: then each output has as many tokens, made `step_s` apart."""
+
     model: ModelKey
     outputs: list[Output]
     busy: bool  # whether the engine has more to do
     held: Held
+    step_s: float  # that each took
+    steps: int = 1
 
 
 class StepFailed(msgspec.Struct, frozen=True):
@@ -161,7 +166,10 @@ class Build(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
+    """One, or up to so many as long as nothing else is heard: nothing else would be decided."""
+
     model: ModelKey
+    steps: int
 
 
 class Check(msgspec.Struct, frozen=True):

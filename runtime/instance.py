@@ -7,11 +7,16 @@ what all models hold fits the pool; every request that arrived ends once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import assert_never
 
 from msgspec.structs import replace
 
+from runtime.attainment import Attainment
+from runtime.costs import ModelCosts
 from runtime.engine.base import Held
+from runtime.estimate import Estimate
 from runtime.events import (
     Abort,
     Add,
@@ -48,30 +53,37 @@ from runtime.events import (
     Told,
     Withdrawn,
 )
-from runtime.model import Model, Phase, Wish, check_due
+from runtime.model import CHECKED_FIRST, MOVING, WITH_ENGINE, Model, Phase, Wish, check_due
 from runtime.pages import Pages
-from runtime.policy.prefetch import bring_in, grow
+from runtime.policy.prefetch import bring_in, first_needy, grow
 from runtime.policy.turns import Turn, Turns
 from runtime.request import ModelKey, Request, RequestId
-from store.wire import Finish
+from store.wire import EngineSpec, Finish
 
 FETCH_TRIES = 3  # in a row
-_WITH_ENGINE = (Phase.STAGED, Phase.FETCHING, Phase.CHECKING, Phase.RESIDENT, Phase.PARKING)
-_MOVING = (Phase.FETCHING, Phase.PARKING)
+LATE = 2.0  # times the steps of a turn may take what they should before others are looked at
+AHEAD = 64  # tokens of each request: who asks for pages asks for more than the next step needs, to ask less often
+_WITH_PAGES = (*WITH_ENGINE, Phase.CLOSING)
 _NEVER = float("inf")
 
 
 class Instance:
     """One GPU, or one CPU that plays one. `hear` everything as it comes; `decide` whenever the device is free."""
 
-    def __init__(self, turns: Turns, pages: Pages) -> None:
-        self.models: dict[ModelKey, Model] = {}  # the one that is longest without a turn first
+    def __init__(self, turns: Turns, pages: Pages, costs: Callable[[EngineSpec], ModelCosts]) -> None:
+        self.models: dict[ModelKey, Model] = {}
+        self.working: dict[ModelKey, Model] = {}  # somebody waits for them
         self.pages = pages
         self.turn: Turn | None = None
         self.switches = 0
         self.moves = 0  # times a model went from one phase to another
-        self._turns = turns
+        self.attainment = Attainment()  # of the requests that ended
+        self._turns, self._costs = turns, costs
+        self._resting: dict[ModelKey, Model] = {}  # without work, and time alone may change them
+        self._upkeep: dict[ModelKey, Model] = {}  # to be built, checked or closed
         self._owners: dict[RequestId, ModelKey] = {}
+        self._fetching: ModelKey | None = None
+        self._turn_no = 0
         self._busy = False  # a device effect is out
         self._changed = False  # something did since the last decision, other than a step that was like the one before
         self._tick_at = _NEVER
@@ -88,55 +100,63 @@ class Instance:
             return self._stepped(self.models[event.model], event, now)
         self._changed = True
         match event:
-            case Placed(spec):
-                return self._place(Model(spec, wish=Wish.AWAKE, used_at=now))
-            case Withdrawn(key):
-                return self._withdraw(key)
             case Arrived(request):
                 return self._arrive(request, now)
+            case Told(key, held):
+                return self._told(self.models[key], held)
+            case Fetched(key, took_s, held):
+                return self._fetched(self.models[key], took_s, held, now)
+            case Parked(key, held):
+                return self._parked(self.models[key], held)
+            case Checked(key, wrong, held):
+                return self._checked(self.models[key], wrong, held, now)
             case Cancelled(requests):
                 return self._cancel(requests, now)
+            case Placed(spec, prove):
+                return self._place(spec, prove, now)
+            case Withdrawn(key):
+                return self._withdraw(key, now)
             case Ordered(key, awake):
-                return self._order(key, awake)
+                return self._order(key, awake, now)
             case Built():
                 return self._built(self.models[event.model], event, now)
             case BuildFailed(key, error):
                 return self._build_failed(self.models[key], f"the model could not be loaded: {error}", now)
-            case Fetched(key, took_s, held):
-                return self._fetched(self.models[key], took_s, held, now)
             case FetchFailed(key, error, held):
                 return self._fetch_failed(self.models[key], error, held, now)
-            case Checked(key, wrong, held):
-                return self._checked(self.models[key], wrong, held, now)
-            case Parked(key, held):
-                return self._parked(self.models[key], held)
-            case Told(key, held):
-                return self._told(self.models[key], held)
             case StepFailed(key, error):
                 self._busy = False
-                return self._break(self.models[key], f"the engine failed in a step: {error}")
+                return self._break(self.models[key], f"the engine failed in a step: {error}", now)
             case EngineFailed(key, error):
-                return self._break(self.models[key], f"the engine failed: {error}")
+                return self._break(self.models[key], f"the engine failed: {error}", now)
             case Closed(key):
                 return self._closed(self.models[key])
-            case Refused(request, key, error):
-                return self._lose([self._take(request)], error)
+            case Refused(request, _, error):
+                return self._lose([request], error, now)
             case _:
                 assert_never(event)
 
-    def _place(self, model: Model) -> list[Effect]:
-        known = self.models.setdefault(model.key, model)
-        if known.withdrawn or known.error:
-            known.withdrawn = False
+    def _place(self, spec: EngineSpec, prove: bool, now: float) -> list[Effect]:
+        key = ModelKey(spec.key)
+        known = self.models.get(key)
+        if known is None:
+            model = Model(spec, Estimate(self._costs(spec)), self.pages.page_bytes, used_at=now)
+            self.models[key] = model
+            model.wish = Wish.AWAKE if prove else Wish.NONE
+            model.fetches = 0 if prove else CHECKED_FIRST
+            self._file(model)
+        elif known.withdrawn or known.error:
+            known.withdrawn, known.used_at = False, now
             self._want(known)
         return []
 
-    def _withdraw(self, key: ModelKey) -> list[Effect]:
+    def _withdraw(self, key: ModelKey, now: float) -> list[Effect]:
         model = self.models.get(key)
         if model is None:
             return []
         model.withdrawn, model.wish = True, Wish.NONE
-        lost = self._drop_requests(model, "the deployment was removed")
+        lost = self._drop_requests(model, "the deployment was removed", now)
+        self._file(model)
         self._leave_if_withdrawn(model)
         return lost
 
@@ -150,10 +170,12 @@ class Instance:
         model.used_at = now
         if model.wish is Wish.ASLEEP:
             model.wish = Wish.NONE
-        if model.phase is Phase.RESIDENT:
-            model.running[request.id] = request
-            return [Add(request)]
         model.waiting[request.id] = request
+        model.ttft_s = request.objective.ttft_s
+        model.idle.arrived(now)
+        model.dues_changed()
+        self._turns.arrived(request, now)
+        self._file(model)
         return []
 
     def _cancel(self, requests: list[RequestId], now: float) -> list[Effect]:
@@ -163,21 +185,24 @@ class Instance:
             running = [id for id in requests if id in model.running]
             for id in requests:
                 if self._owners.get(id) == key:
-                    self._take(id)
+                    request = self._take(id, now)
+                    self.attainment.end(request.label, request.progress, now)
             if running:
                 effects.append(Abort(key, running))
-                model.stuck = False  # what they leave behind may suffice for the others
+            model.stuck = False  # what they leave behind may suffice for the others
             model.used_at = now
         return effects
 
-    def _order(self, key: ModelKey, awake: bool) -> list[Effect]:
+    def _order(self, key: ModelKey, awake: bool, now: float) -> list[Effect]:
         model = self.models.get(key)
         if model is None or model.withdrawn:
             return []
         if awake:
+            model.used_at = now
             self._want(model)
         elif not model.has_requests:
             model.wish = Wish.ASLEEP
+            self._file(model)
         return []
 
     # ── hearing how a model comes and goes ────────────────────────────────────────────────────────────────────────────
@@ -210,6 +235,8 @@ class Instance:
         self.pages.settle(model.key, held)
         model.fetches, model.fetch_failures = model.fetches + 1, 0
         model.fetch_ms, model.loading_s = took_s * 1e3, model.loading_s + took_s
+        model.costs.observe_load(model.missing_bytes, took_s)
+        model.load_s = model.costs.load(model.spec.weight_bytes)
         self._enter(model, Phase.CHECKING)
         if self._leave_if_withdrawn(model) or check_due(model.fetches):
             return []
@@ -233,16 +260,14 @@ class Instance:
         return self._resident(model, now)
 
     def _resident(self, model: Model, now: float) -> list[Effect]:
-        self._enter(model, Phase.RESIDENT)
-        model.failures, model.used_at = 0, now
+        model.failures, model.used_at, model.came_at = 0, now, now
         model.load_ms, model.loading_s = model.loading_s * 1e3, 0.0
         if model.wish is Wish.AWAKE:
             model.wish = Wish.NONE
-        added: list[Effect] = [Add(request) for request in model.waiting.values()]
-        model.running.update(model.waiting)
-        model.waiting.clear()
-        model.fresh = True
-        return added
+            model.dues_changed()
+        self._enter(model, Phase.RESIDENT)
+        model.fresh = model.has_requests
+        return []
 
     def _parked(self, model: Model, held: Held) -> list[Effect]:
         self.pages.settle(model.key, held)
@@ -253,7 +278,7 @@ class Instance:
 
     def _told(self, model: Model, held: Held) -> list[Effect]:
         """While pages are on their way the books know more than the engine."""
-        if model.phase in _MOVING:
+        if model.phase in MOVING:
             booked = self.pages.of(model.key)
             held = replace(held, weights=booked.weights, kv=booked.kv)
         self.pages.settle(model.key, held)
@@ -266,25 +291,28 @@ class Instance:
         self._leave_if_withdrawn(model)
         return []
 
-    def _break(self, model: Model, error: str) -> list[Effect]:
+    def _break(self, model: Model, error: str, now: float) -> list[Effect]:
         """Its state can't be trusted: drop the engine, build it again when somebody asks. The others go on."""
         model.wish = Wish.NONE
-        if model.phase in _WITH_ENGINE:
+        if model.phase in WITH_ENGINE:
             self._enter(model, Phase.CLOSING)
-        return self._lose(self._take_all(model.running), error)
+        self._file(model)
+        return self._lose(model.running, error, now)
 
     def _fail(self, model: Model, error: str, now: float, mends: bool = True) -> list[Effect]:
-        lost = self._drop_requests(model, error)
+        lost = self._drop_requests(model, error, now)
         model.fail(error, now, mends)
-        self._enter(model, Phase.CLOSING if model.phase in _WITH_ENGINE else Phase.FAILED)
+        self._enter(model, Phase.CLOSING if model.phase in WITH_ENGINE else Phase.FAILED)
         return lost
 
     def _want(self, model: Model) -> None:
         """It is to become resident, also when it failed before."""
         model.wish = Wish.NONE if model.phase is Phase.RESIDENT else Wish.AWAKE
         model.error = ""
+        model.dues_changed()
         if model.phase is Phase.FAILED:
             self._enter(model, Phase.COLD)
+        self._file(model)
 
     def _leave_if_withdrawn(self, model: Model) -> bool:
         """What is under way ends first."""
@@ -292,81 +320,136 @@ class Instance:
             return False
         if model.phase in (Phase.COLD, Phase.FAILED):
             del self.models[model.key]
+            for room in (self.working, self._resting, self._upkeep):
+                room.pop(model.key, None)
         elif model.phase in (Phase.STAGED, Phase.CHECKING, Phase.RESIDENT):
             self._enter(model, Phase.CLOSING)
         return True
 
     def _enter(self, model: Model, phase: Phase) -> None:
+        if model.phase is Phase.FETCHING:
+            self._fetching = None
         model.phase = phase
         model.stuck = model.fresh = False
         self.moves += 1
+        self._file(model)
+
+    def _file(self, model: Model) -> None:
+        """Put it where it is looked for; to be called when its phase, its wish or whether it has requests changed."""
+        key, phase = model.key, model.phase
+        if model.works:
+            self.working[key] = model
+            self._resting.pop(key, None)
+        else:
+            self.working.pop(key, None)
+            if phase is Phase.RESIDENT or phase is Phase.FAILED or model.wish is Wish.ASLEEP:
+                self._resting[key] = model
+            else:
+                self._resting.pop(key, None)
+        if phase is Phase.CLOSING or phase is Phase.CHECKING or (phase is Phase.COLD and model.works):
+            self._upkeep[key] = model
+        else:
+            self._upkeep.pop(key, None)
 
     # ── hearing what a step made ──────────────────────────────────────────────────────────────────────────────────────
 
     def _stepped(self, model: Model, stepped: Stepped, now: float) -> list[Effect]:
         self._busy = False
-        model.used_at, model.fresh = now, False
+        steps, step_s, running = stepped.steps, stepped.step_s, model.running
+        began = now - steps * step_s
+        assert self.turn is not None and self.turn.holder == model.key, f"{model.key} stepped out of turn"
+        self.turn.steps += steps
+        self.turn.left -= steps
+        self._observe(model, stepped)
+        model.used_at, model.came_at, model.fresh = now, -_NEVER, False
         if stepped.held != self.pages.of(model.key):
             self.pages.settle(model.key, stepped.held)
             self._changed = True
         effects: list[Effect] = []
         for output in stepped.outputs:
-            request = model.running.get(output.request)
+            request = running.get(output.request)
             if request is None:  # cancelled while the step ran
                 continue
-            effects.append(Tell(request, request.sent, output))
-            request.sent += len(output.tokens)
-            model.tokens += len(output.tokens)
+            progress, made = request.progress, len(output.tokens)
+            effects.append(Tell(request, progress.sent, output))
+            if made:
+                if not progress.sent:
+                    model.prompts -= 1
+                progress.deliver(began, made, step_s)
+                model.context += made
+                model.tokens += made
             if output.finish is not None:
-                self._take(request.id)
+                self._take(request.id, now)
+                self.attainment.end(request.label, progress, now)
                 self._changed = True
-        if not stepped.busy and model.running:
+        model.dues_changed()
+        if not stepped.busy and running:
             # The engine forgot requests that we still count: an engine's bug must not become a client's silence.
-            effects += self._drop_requests(model, "the engine ended without finishing this request")
+            effects += self._lose(running, "the engine ended without this request", now)
             self._changed = True
-        if not stepped.outputs and model.running and model.short(stepped.held, self.pages.total) > 0:
+        if not stepped.outputs and running and model.short(stepped.held, self.pages.total) > 0:
             model.stuck = self._changed = True
         return effects
+
+    def _observe(self, model: Model, stepped: Stepped) -> None:
+        """What this step took, for those to come."""
+        if not model.prompts:
+            model.costs.observe_step(len(model.running), model.context, stepped.step_s)
+        elif len(stepped.outputs) == len(model.running):  # all of their prompts were computed in this step
+            tokens = sum([request.prompt_tokens for request in model.running.values() if not request.sent])
+            older = len(model.running) - model.prompts
+            model.costs.observe_prefill(tokens, older, model.context - tokens, stepped.step_s)
 
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def decide(self, now: float) -> list[Effect]:
         """What is to be done now that the device is free: memory effects, then at most one device effect."""
         assert not self._busy, "the device is asked for its next effect before it answered the last"
-        if not self._changed and now < self._tick_at:
-            return self._use(self._holder())
+        turn = self.turn
+        if not self._changed and now < self._tick_at and (turn is None or (turn.left > 0 and now < turn.until)):
+            return [] if turn is None else self._step(self.models[turn.holder])
         self._changed = False
-        effects: list[Effect] = [*self._tidy(now)]
-        order = [self.models[key] for key in self._turns.order(list(self.models))]
-        stepper = self._stepper(order)
-        effects += self._move(bring_in(order, self.pages, stepper, stepper is not None and self._in_turn(stepper)))
-        if (upkeep := self._upkeep()) is not None:
+        effects = self._tidy(now)
+        order = self._turns.order(self.working.values(), now)
+        chosen = self._turns.next(order, turn, now)
+        effects += self._bring_in(order, chosen, now)
+        if self._upkeep:
             self._busy = True
-            return [*effects, upkeep]
-        stepper = self._stepper(order)
-        if stepper is not None:
-            effects += self._move(grow(stepper, order, self.pages))
-        return effects + self._use(stepper)
+            return [*effects, self._keep_up()]
+        if chosen is not None and not chosen[0].can_step:  # parked for another
+            chosen = self._turns.next(order, turn, now)
+        if chosen is None:
+            self.turn = None if not self._owners else turn
+            if self.turn is not None:
+                self.turn.left = 0
+            return effects
+        model, steps = chosen
+        effects += self._make_ready(model, order, now)
+        if effects and isinstance(effects[-1], Add):  # the engine will say what they need
+            return effects
+        if not model.running:  # nobody's prompt fits: it waits for pages
+            model.stuck, model.fresh, self._changed = True, False, True
+            return effects + self.decide(now)
+        self._begin(model, steps, now)
+        return effects + self._step(model)
 
-    def _upkeep(self) -> DeviceEffect | None:
+    def _keep_up(self) -> DeviceEffect:
         """What comes before any step: pages that come back, then models that are waited for."""
-        for model in self.models.values():
+        for model in self._upkeep.values():
             if model.phase is Phase.CLOSING:
                 return Close(model.key)
-        for model in self.models.values():
+        for model in self._upkeep.values():
             if model.phase is Phase.CHECKING:
                 return Check(model.key)
-        for model in self.models.values():
-            if model.phase is Phase.COLD and model.works:
-                self._enter(model, Phase.BUILDING)
-                return Build(model.spec)
-        return None
+        model = next(iter(self._upkeep.values()))
+        self._enter(model, Phase.BUILDING)
+        return Build(model.spec)
 
-    def _tidy(self, now: float) -> list[MemoryEffect]:
+    def _tidy(self, now: float) -> list[Effect]:
         """What time alone asks for, or an operator."""
-        effects: list[MemoryEffect] = []
+        effects: list[Effect] = []
         self._tick_at = _NEVER
-        for model in self.models.values():
+        for model in list(self._resting.values()):
             due_at = model.due_at()
             if due_at is not None and now < due_at:
                 self._tick_at = min(self._tick_at, due_at)
@@ -380,44 +463,65 @@ class Instance:
 
     # ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _holder(self) -> Model | None:
-        return self.models.get(self.turn.holder) if self.turn else None
-
-    def _in_turn(self, model: Model) -> bool:
-        """It holds the device, and nobody may take it away."""
+    def _begin(self, model: Model, steps: int, now: float) -> None:
+        """`steps` more of the turn that is under way, or the first ones of another."""
         turn = self.turn
-        return turn is not None and turn.holder == model.key and model.can_step and not self._turns.over(turn)
+        if turn is None or turn.holder != model.key:
+            self.switches += turn is not None
+            self._turn_no += 1
+            model.turns, model.turn_no = model.turns + 1, self._turn_no
+            turn = self.turn = Turn(model.key, now)
+            self._changed = True  # the order of turns is another
+        turn.left, turn.until = steps, now + LATE * steps * model.costs.step(len(model.running), model.context)
 
-    def _stepper(self, order: list[Model]) -> Model | None:
-        """Who steps next, as things are."""
-        holder = self._holder()
-        if holder is not None and self._in_turn(holder):
-            return holder
-        return next((model for model in order if model.can_step), None)
-
-    def _use(self, stepper: Model | None) -> list[Effect]:
-        if stepper is None or not stepper.can_step:
-            if not self._owners:
-                self.turn = None
-            return []
+    def _step(self, model: Model) -> list[Effect]:
+        assert self.turn is not None
         self._busy = True
-        self._count_step(stepper)
-        return [Step(stepper.key)]
+        return [Step(model.key, self.turn.left)]
 
-    def _count_step(self, model: Model) -> None:
-        key, turn = model.key, self.turn
-        if turn is not None and turn.holder == key:
-            self.turn = Turn(key, turn.steps + 1)
-            # From here on others that can step go first, and it may be parked.
-            self._changed |= self._turns.over(self.turn) and not self._turns.over(turn)
-            return
-        self.switches += turn is not None
-        model.turns += 1
-        self.turn = Turn(key, 1)
-        self.models[key] = self.models.pop(key)  # to the end
-        self._changed = True  # the order of turns is another
+    def _make_ready(self, model: Model, order: list[Model], now: float) -> list[Effect]:
+        """Pages for its next step, and requests for its batch as far as these suffice: a join never overflows."""
+        held, most = self.pages.of(model.key), self.pages.total - model.weights_pages
+        admitted = self._turns.admit(model, now) if model.waiting else ()
+        wanted = held.kv_wanted
+        if admitted:
+            wanted = model.kv_joined(held, sum([request.context + 1 for request in admitted]))
+        effects: list[Effect] = []
+        if min(wanted, most) > held.kv:
+            wanted = min(wanted + model.kv_pages(AHEAD * (len(model.running) + len(admitted))), most)
+            yields = partial(self._turns.yields, needy=model, turn=self.turn, now=now)
+            effects += self._move(grow(model, wanted - held.kv, order, self._idle(), self.pages, yields, now))
+        if not admitted:
+            return effects
+        room, tokens = self.pages.of(model.key).kv, 0
+        joining: list[Request] = []
+        for request in admitted:
+            tokens += request.context + 1
+            # One that is alone may have all that there can be: waiting would not bring it more.
+            if model.kv_joined(held, tokens) > room and (model.running or joining or room < most):
+                break
+            joining.append(request)
+        for request in joining:
+            del model.waiting[request.id]
+            model.running[request.id] = request
+            model.context += request.context
+            model.prompts += not request.sent  # one that comes from another device has its tokens
+        return [*effects, *map(Add, joining)]
 
     # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _idle(self) -> list[Model]:
+        """Without work and with pages, least recently used last."""
+        working = self.working
+        return [self.models[key] for key in self.pages.held if key not in working]
+
+    def _bring_in(self, order: list[Model], chosen: tuple[Model, int] | None, now: float) -> list[MemoryEffect]:
+        """Pages for the first that can't go on without."""
+        needy = first_needy(order)
+        if needy is None or (self._fetching is not None and needy.phase is Phase.STAGED):
+            return []
+        yields = partial(self._turns.yields, needy=needy, turn=self.turn, now=now)
+        return self._move(bring_in(needy, order, self._idle(), self.pages, chosen and chosen[0], yields, now))
 
     def _move(self, effects: list[MemoryEffect]) -> list[MemoryEffect]:
         """Book what is asked for, so that nothing is promised twice."""
@@ -428,8 +532,10 @@ class Instance:
                     self._enter(model, Phase.PARKING)
                 case Fetch(_, kv_pages):
                     held = self.pages.of(key)
-                    self.pages.book(key, weights=model.weights_pages - held.weights, kv=kv_pages - held.kv)
+                    missing = model.weights_pages - held.weights
+                    self.pages.book(key, weights=missing, kv=kv_pages - held.kv)
                     self._enter(model, Phase.FETCHING)
+                    self._fetching, model.missing_bytes = key, missing * self.pages.page_bytes
                 case Evict(_, pages):
                     self.pages.book(key, weights=-pages)
                 case Shrink(_, pages):
@@ -441,23 +547,31 @@ class Instance:
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self, id: RequestId) -> Request:
+    def _take(self, id: RequestId, now: float) -> Request:
         """Remove a request from wherever it is."""
         model = self.models[self._owners.pop(id)]
-        request = model.running.pop(id, None) or model.waiting.pop(id, None)
-        assert request is not None, f"{id} is owned by {model.key} and not in it"
+        request = model.running.pop(id, None)
+        if request is not None:
+            model.context -= request.context
+            model.prompts -= not request.sent
+        else:
+            request = model.waiting.pop(id)
+        model.dues_changed()
+        if not model.has_requests:
+            model.idle.left(now)
+            self._file(model)
         return request
 
-    def _take_all(self, requests: dict[RequestId, Request]) -> list[Request]:
-        return [self._take(id) for id in list(requests)]
-
-    def _drop_requests(self, model: Model, error: str) -> list[Effect]:
+    def _drop_requests(self, model: Model, error: str, now: float) -> list[Effect]:
         running = list(model.running)
         aborts: list[Effect] = [Abort(model.key, running)] if running else []
-        return aborts + self._lose(self._take_all(model.running) + self._take_all(model.waiting), error)
+        return aborts + self._lose([*model.running, *model.waiting], error, now)
 
-    def _lose(self, requests: list[Request], error: str) -> list[Effect]:
-        return [Lose(request, error, Finish.ERROR) for request in requests]
+    def _lose(self, ids: Iterable[RequestId], error: str, now: float) -> list[Effect]:
+        lost = [self._take(id, now) for id in list(ids)]
+        for request in lost:
+            self.attainment.end(request.label, request.progress, now, owed=1)
+        return [Lose(request, error, Finish.ERROR) for request in lost]
 
     def check(self) -> None:
         """The invariants; asserted by the tests after every event, and by the device when it is idle."""
@@ -467,13 +581,16 @@ class Instance:
         for model in self.models.values():
             where = f"{model.key} in {model.phase.name}"
             pages = self.pages.of(model.key)
-            assert not model.running or model.phase in _WITH_ENGINE, f"{where} has requests in an engine it lacks"
-            assert not model.waiting or model.phase is not Phase.RESIDENT, f"{where} holds requests back"
+            assert not model.running or model.phase in WITH_ENGINE, f"{where} has requests in an engine it lacks"
             assert not (model.stuck or model.fresh) or model.phase is Phase.RESIDENT, f"{where} is stuck or fresh"
-            assert not (model.stuck and not model.running), f"{where} is stuck without requests"
+            assert not (model.stuck and not model.has_requests), f"{where} is stuck without requests"
+            assert model.context == sum(request.context for request in model.running.values()), f"{where} lost count"
+            assert model.prompts == sum(not request.sent for request in model.running.values()), f"{where} lost count"
+            assert model.works == (model.key in self.working), f"{where} is in the wrong room"
             assert model.wish is not Wish.AWAKE or model.phase is not Phase.RESIDENT, f"{where} is to become it again"
             assert model.wish is not Wish.ASLEEP or not model.has_requests, f"{where} is to sleep amid its requests"
-            assert pages == Held() or model.phase in (*_WITH_ENGINE, Phase.CLOSING), f"{where} holds {pages}"
-        assert sum(model.phase is Phase.FETCHING for model in self.models.values()) <= 1, "two fetches at once"
+            assert pages == Held() or model.phase in _WITH_PAGES, f"{where} holds {pages}"
+        fetching = [model.key for model in self.models.values() if model.phase is Phase.FETCHING]
+        assert fetching == [self._fetching] * (self._fetching is not None), f"{fetching} are fetched at once"
         assert set(self.pages.held) <= set(self.models), "pages are held by a model that is not there"
         self.pages.check()

@@ -6,10 +6,16 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from runtime.engine.base import Held
+from runtime.estimate import Estimate
+from runtime.policy.idle import IdleThreshold
 from runtime.request import ModelKey, Request, RequestId
 from store.wire import EngineSpec, ModelState, Residency
 
 RETRY_S_FIRST, RETRY_S_MOST = 30.0, 3600.0
+WAKE_S = 10.0  # a model that nobody asks for is to be awake so long after it was wished
+LATER_PATIENCE = 0.2  # of its patience a request has for later tokens: who has fallen behind has to catch up first
+STARVED_S = 60.0  # a request whose tokens are lost makes others wait again after so long without one
+_NEVER = float("inf")
 CHECKED_FIRST, CHECKED_EVERY = 3, 16  # fetches
 
 
@@ -27,6 +33,10 @@ class Phase(Enum):
     FAILED = auto()
 
 
+WITH_ENGINE = (Phase.STAGED, Phase.FETCHING, Phase.CHECKING, Phase.RESIDENT, Phase.PARKING)
+MOVING = (Phase.FETCHING, Phase.PARKING)
+
+
 class Wish(Enum):
     """What is to happen to it while it has no requests."""
 
@@ -34,6 +44,8 @@ class Wish(Enum):
     AWAKE = auto()  # become resident, once
     ASLEEP = auto()  # hold nothing
 
+
+_STAGED, _RESIDENT = Phase.STAGED, Phase.RESIDENT  # looked up for every model and decision
 
 _RESIDENCY = {
     Phase.COLD: Residency.COLD,
@@ -53,34 +65,49 @@ def check_due(fetches: int) -> bool:
     return fetches <= CHECKED_FIRST or fetches % CHECKED_EVERY == 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Model:
     """`waiting` requests have not reached the engine; `running` ones have, and may be parked in it."""
 
     spec: EngineSpec
+    costs: Estimate
+    page_bytes: int
+    key: ModelKey = field(init=False)
     phase: Phase = Phase.COLD
     wish: Wish = Wish.NONE
     withdrawn: bool = False  # close it and forget it
     error: str = ""  # why it can't serve
     waiting: dict[RequestId, Request] = field(default_factory=dict)
     running: dict[RequestId, Request] = field(default_factory=dict)
+    context: int = 0  # tokens of all that run, made and given
+    prompts: int = 0  # of those that run, those without a token yet
     used_at: float = 0.0  # last time it had work, became resident or failed to
     weights_pages: int = 0  # all of its weights; known once it was built
     stuck: bool = False  # it can't make a token before it gets more pages
     fresh: bool = False  # it got pages for its next step and has not made it
     loading_s: float = 0.0  # of its way to RESIDENT so far
     load_ms: float = 0.0  # of the last such way
+    came_at: float = -_NEVER  # became resident, and was not stepped since
+    ttft_s: float = 10.0  # objective of the last request
+    idle: IdleThreshold = field(default_factory=IdleThreshold)
+    least_pages: int = 0  # with fewer it can't serve its longest request
+    missing_bytes: int = 0  # of the weights, at the last fetch
     fetches: int = 0
     fetch_ms: float = 0.0
     fetch_failures: int = 0  # in a row
     failures: int = 0  # times it became FAILED since it was last resident
     retry_at: float | None = None  # when FAILED; None: what was wrong does not mend itself
+    turn_no: int = 0  # of its last turn, among all of the device
     turns: int = 0
     tokens: int = 0
+    load_s: float = 0.0  # about what it takes to bring it in, if nothing of it is there
+    urgency: float = 0.0  # what the policy sorted by
+    _due_at: float = 0.0
+    _due_until: float = -_NEVER  # `_due_at` holds up to then
 
-    @property
-    def key(self) -> ModelKey:
-        return ModelKey(self.spec.key)
+    def __post_init__(self) -> None:
+        self.key = ModelKey(self.spec.key)
+        self.load_s = self.costs.load(self.spec.weight_bytes)
 
     @property
     def residency(self) -> Residency:
@@ -93,20 +120,73 @@ class Model:
     @property
     def works(self) -> bool:
         """Somebody waits for it to be resident, or for its tokens."""
-        return self.has_requests or self.wish is Wish.AWAKE
+        return bool(self.running or self.waiting) or self.wish is Wish.AWAKE
 
     @property
     def can_step(self) -> bool:
-        return self.phase is Phase.RESIDENT and not self.stuck and bool(self.running)
+        return self.phase is _RESIDENT and not self.stuck and bool(self.running or self.waiting)
 
     @property
     def needy(self) -> bool:
         """It can't go on before it gets pages."""
-        return self.stuck or (self.phase is Phase.STAGED and self.works)
+        return self.stuck or (self.phase is _STAGED and self.works)
+
+    # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def next_due(self, now: float) -> float:
+        """When its next token is due, or has to be begun if it is a first one; `inf` if it makes nobody late.
+
+        Tokens that are lost don't count, but a request that waits for `STARVED_S` counts again."""
+        if now > self._due_until:
+            self._look_at_dues(now)
+        return self._due_at
+
+    def _look_at_dues(self, now: float) -> None:
+        due_at, until = _NEVER, _NEVER
+        for request in self.running.values():
+            due, patience_s = request.progress.due_at, LATER_PATIENCE * request.objective.patience_s
+            if due + patience_s < now:
+                due = request.progress.last_at + STARVED_S
+            elif due + patience_s < until:
+                until = due + patience_s
+            if due < due_at:
+                due_at = due
+        for request in self.waiting.values():
+            due = request.progress.due_at - self.costs.prefill(request.prompt_tokens)
+            if due + request.objective.patience_s < now:
+                due = request.progress.last_at + STARVED_S
+            elif due + request.objective.patience_s < until:
+                until = due + request.objective.patience_s
+            if due < due_at:
+                due_at = due
+        if self.wish is Wish.AWAKE:
+            due_at = min(due_at, self.used_at + WAKE_S)
+        self._due_at, self._due_until = due_at, until
+
+    def dues_changed(self) -> None:
+        self._due_until = -_NEVER
+
+    # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def kv_pages(self, tokens: int) -> int:
+        """About so many hold the KV cache of so many tokens; the engine says exactly, once it has the requests."""
+        return -(-tokens * self.spec.kv_bytes_per_token // self.page_bytes)
+
+    def kv_joined(self, held: Held, tokens: int) -> int:
+        """About so many pages it wants when requests of so many tokens join those that it has; one of them for what is
+        lost where requests end within a block."""
+        if not tokens:
+            return held.kv_wanted
+        own = held.kv_wanted if self.running else 0  # else that is what a check wants
+        return max(held.kv_wanted, own + self.kv_pages(tokens) + 1)
+
+    def kv_wanted(self, held: Held) -> int:
+        """For all that it has and all that wait."""
+        return self.kv_joined(held, sum([request.context + 1 for request in self.waiting.values()]))
 
     def kv_needed(self, held: Held, total: int) -> int:
         """Pages of KV cache for its next step, which together with its weights are never more than `total`."""
-        return max(1, held.kv, min(held.kv_wanted, total - self.weights_pages))
+        return max(1, held.kv, min(self.kv_wanted(held), total - self.weights_pages))
 
     def short(self, held: Held, total: int) -> int:
         """Pages it lacks for its next step."""
@@ -143,4 +223,6 @@ class Model:
             kv_fragmentation=round(kv_fragmentation, 3),
             fetches=self.fetches,
             fetch_ms=round(self.fetch_ms, 3),
+            step_ms=round(self.costs.step(1, 1) * 1e3, 3) if self.tokens else 0.0,
+            prefill_ms=round(self.costs.prefill(self.spec.max_model_len) * 1e3, 3) if self.tokens else 0.0,
         )

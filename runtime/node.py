@@ -205,6 +205,8 @@ class Node:
         environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "PYTHONUNBUFFERED": "1"}
         numbers = (int(settings.device_memory), int(settings.host_cache), self._host_cache)
         arguments = [str(fd), settings.policy, *map(str, numbers)]
+        if settings.journal is not None:
+            arguments.append(str(settings.journal / f"{self._id}.journal"))
         return await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "runtime.device", *arguments, env=environment, pass_fds=[fd, self._host_cache]
         )
@@ -275,6 +277,7 @@ class Node:
             pages_total=self._state.pages_total,
             pages_used=self._state.pages_used,
             models=self._state.models,
+            attainment=self._state.attainment,
         )
 
     async def _keep_heartbeat(self) -> None:

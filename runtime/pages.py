@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from msgspec.structs import replace
-
 from runtime.engine.base import Held
 from runtime.request import ModelKey
 
@@ -34,13 +32,13 @@ class Pages:
 
     def book(self, model: ModelKey, weights: int = 0, kv: int = 0) -> None:
         """So many pages more, or fewer, than now: asked for, and sure to come or to go. Spare ones go first."""
-        held = self.of(model)
-        spare = max(0, held.kv_spare + min(0, kv))
-        self.settle(model, replace(held, weights=held.weights + weights, kv=held.kv + kv, kv_spare=spare))
+        held = self._held.get(model, _NOTHING)
+        spare = held.kv_spare + kv if kv < 0 else held.kv_spare
+        self.settle(model, Held(held.weights + weights, held.kv + kv, held.kv_wanted, spare if spare > 0 else 0))
 
     def settle(self, model: ModelKey, held: Held) -> None:
         """What the engine said it holds takes the place of what was booked."""
-        before = self.of(model)
+        before = self._held.get(model, _NOTHING)
         self.used += held.weights + held.kv - before.weights - before.kv
         assert held.weights >= 0 and held.kv >= 0, f"{model} holds fewer than no pages: {held}"
         assert self.used <= self.total, f"{self.used} of {self.total} pages: {model} went from {before} to {held}"

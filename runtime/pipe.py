@@ -73,6 +73,7 @@ class State(msgspec.Struct, frozen=True, tag=True):
     page_bytes: int = 0
     pages_total: int = 0
     pages_used: int = 0
+    attainment: dict[str, wire.Attained] = {}  # by label
 
 
 ToNode = Ready | Made | State

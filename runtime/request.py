@@ -1,9 +1,13 @@
-"""A request as the runtime knows it: who asked, what for, and how far it came. Pure."""
+"""A request as the runtime knows it: who asked, what for, how far it came, and when its next token is due. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
+
+import msgspec
+
+from runtime.attainment import Progress
 
 RequestId = NewType("RequestId", str)
 ModelKey = NewType("ModelKey", str)
@@ -12,6 +16,14 @@ ModelKey = NewType("ModelKey", str)
 def request_id(gateway: str, stream: int) -> RequestId:
     """Unique over all gateways: a stream's number is unique within its gateway."""
     return RequestId(f"{gateway}/{stream}")
+
+
+class Objective(msgspec.Struct, frozen=True):
+    """When tokens are due: token k, from 1, at arrival + `ttft_s` + (k - 1) * `tbt_s` (Aegaeon, §2)."""
+
+    ttft_s: float = 10.0
+    tbt_s: float = 0.1
+    patience_s: float = 1.5  # so late, a token is lost: its request no longer makes others wait
 
 
 @dataclass(slots=True)
@@ -24,4 +36,21 @@ class Request:
     model: ModelKey
     payload: bytes
     arrived_at: float  # seconds on the device's clock
-    sent: int = 0  # tokens made so far
+    prompt_tokens: int = 1
+    max_tokens: int = 1
+    objective: Objective = Objective()
+    label: str = ""  # tenant and deployment: whose attainment its tokens count to
+    progress: Progress = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.progress = Progress(self.arrived_at, self.objective.ttft_s, self.objective.tbt_s)
+
+    @property
+    def sent(self) -> int:
+        """Tokens made so far."""
+        return self.progress.sent
+
+    @property
+    def context(self) -> int:
+        """Tokens whose keys and values the next step reads."""
+        return self.prompt_tokens + self.progress.sent

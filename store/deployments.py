@@ -20,7 +20,6 @@ from store.db import AnyRow, AnySelect, added_once, new_id
 from store.models import Model, model_of
 from store.tables import artefacts, deployments, models, revisions, tenants
 
-IDLE_AUTO_S = 60.0
 DURATION = r"^(auto|never|\d{1,6}(ms|s|m|h))$"
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -37,7 +36,7 @@ class Slo(_Part, frozen=True, kw_only=True):
 
 
 class Scaling(_Part, frozen=True, kw_only=True):
-    idle: Annotated[str, Meta(pattern=DURATION)] = "auto"  # asleep after this long without a request
+    idle: Annotated[str, Meta(pattern=DURATION)] = "auto"  # asleep after so long without a request; auto: if need be
     min_resident: Annotated[int, Meta(ge=0, le=1)] = 0  # 1: never asleep
     max_replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
 
@@ -74,6 +73,7 @@ class Deployment:
     id: str
     tenant_id: str
     tenant: str
+    tenant_weight: float
     name: str
     desired_state: str  # awake | asleep
     active: Revision
@@ -95,6 +95,9 @@ class Target:
     name: str
     revision: int
     spec: wire.EngineSpec
+    slo: Slo
+    priority: str  # high | normal | batch
+    tenant_weight: float
     tool_parser: str | None
     reasoning_parser: str | None
     owner: str  # the tenant's name
@@ -109,9 +112,9 @@ def engine_of(spec: Spec, model: Model) -> wire.EngineSpec:
     artefact = model.artefact
     assert artefact is not None, f"model {model.id} is {model.state}"
     tokens = spec.max_model_len or artefact.context_tokens
-    idle = idle_s(spec.scaling)
+    idle, never = idle_s(spec.scaling), pinned(spec.scaling)
     # The folder counts too: nobody's copy may stand in for another's, for its owner could change it.
-    settings = f"{spec.dtype}|{tokens}|{idle}|{model.path}"
+    settings = f"{spec.dtype}|{tokens}|{'never' if never else idle}|{model.path}"
     return wire.EngineSpec(
         key=f"{artefact.digest[:16]}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}",
         path=model.path,
@@ -122,15 +125,19 @@ def engine_of(spec: Spec, model: Model) -> wire.EngineSpec:
         weight_bytes=artefact.weight_bytes_as(spec.dtype),
         kv_bytes_per_token=artefact.kv_bytes_per_token * (2 if spec.dtype == "float32" else 1),
         idle_s=idle,
+        pinned=never,
     )
 
 
+def pinned(scaling: Scaling) -> bool:
+    """Never asleep."""
+    return scaling.min_resident > 0 or scaling.idle == "never"
+
+
 def idle_s(scaling: Scaling) -> float | None:
-    """None: never asleep."""
-    if scaling.min_resident or scaling.idle == "never":
+    """None: no time of its own; unless it is pinned it sleeps once others need its memory."""
+    if pinned(scaling) or scaling.idle == "auto":
         return None
-    if scaling.idle == "auto":
-        return IDLE_AUTO_S
     number, unit = re.fullmatch(r"(\d+)(\w+)", scaling.idle).groups()  # type: ignore[union-attr]  # DURATION matched
     return int(number) * _UNIT_S[unit]
 
@@ -149,7 +156,7 @@ def _select(*which: ColumnElement[bool]) -> AnySelect:
     """A row for each live revision of each deployment, in order."""
     owner = _owners.c.name.label("owner")
     return (
-        select(deployments, tenants.c.name.label("tenant"), revisions, models, artefacts, owner)
+        select(deployments, tenants.c.name.label("tenant"), tenants.c.weight, revisions, models, artefacts, owner)
         .join(tenants, tenants.c.id == deployments.c.tenant_id)
         .join(revisions, and_(revisions.c.deployment_id == deployments.c.id, _LIVE))
         .join(models, models.c.id == revisions.c.model_id)
@@ -175,6 +182,7 @@ def _deployment(rows: list[AnyRow]) -> Deployment:
         id=said[deployments.c.id],
         tenant_id=said[deployments.c.tenant_id],
         tenant=said["tenant"],
+        tenant_weight=said[tenants.c.weight],
         name=said[deployments.c.name],
         desired_state=said[deployments.c.desired_state],
         active=live[said[deployments.c.active_revision]],
@@ -235,6 +243,9 @@ def _target(deployment: Deployment, revision: Revision) -> Target:
         name=deployment.name,
         revision=revision.number,
         spec=revision.engine,
+        slo=revision.spec.slo,
+        priority=revision.spec.priority,
+        tenant_weight=deployment.tenant_weight,
         tool_parser=revision.spec.tool_parser,
         reasoning_parser=revision.spec.reasoning_parser,
         owner=deployment.tenant,

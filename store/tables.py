@@ -6,7 +6,7 @@ become free again. `migrations/` brings a database to this shape; a test holds t
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, ForeignKey, Index, Integer, MetaData, Table, Text, text
+from sqlalchemy import BigInteger, Boolean, Column, Double, ForeignKey, Index, Integer, MetaData, Table, Text, text
 
 metadata = MetaData()
 
@@ -21,6 +21,7 @@ tenants = Table(
     metadata,
     Column("id", Text, primary_key=True),
     Column("name", Text, nullable=False),
+    Column("weight", Double, nullable=False, server_default="1"),  # how much its patience counts under overload
     Column("created_us", BigInteger, nullable=False),
     Column("deleted_us", BigInteger),
 )

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import json
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sqlalchemy import ColumnElement, func, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -22,6 +22,7 @@ OVERLAP_US = 24 * 3600 * 1_000_000  # how long a rotated key still works
 class Tenant:
     id: str
     name: str
+    weight: float
     created_us: int
 
 
@@ -59,16 +60,21 @@ class TenantInUse(Exception):
 
 # ── tenants ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_TENANT = (tenants.c.id, tenants.c.name, tenants.c.created_us)
+_TENANT = (tenants.c.id, tenants.c.name, tenants.c.weight, tenants.c.created_us)
 _ALIVE = tenants.c.deleted_us.is_(None)
 
 
-async def create(connection: AsyncConnection, name: str, now_us: int) -> Tenant:
+async def create(connection: AsyncConnection, name: str, now_us: int, weight: float = 1.0) -> Tenant:
     """Raises Taken."""
-    tenant = Tenant(new_id(), name, now_us)
+    tenant = Tenant(new_id(), name, weight, now_us)
     with added_once("tenant", name):
-        await connection.execute(tenants.insert().values(id=tenant.id, name=name, created_us=now_us))
+        await connection.execute(tenants.insert().values(id=tenant.id, name=name, weight=weight, created_us=now_us))
     return tenant
+
+
+async def weigh(connection: AsyncConnection, tenant: Tenant, weight: float) -> Tenant:
+    await connection.execute(update(tenants).where(tenants.c.id == tenant.id).values(weight=weight))
+    return replace(tenant, weight=weight)
 
 
 async def tenant(connection: AsyncConnection, name: str, lock: bool = False) -> Tenant | None:

@@ -74,7 +74,8 @@ class EngineSpec(Message, frozen=True, kw_only=True, tag=True):
     max_model_len: int  # tokens
     weight_bytes: int
     kv_bytes_per_token: int
-    idle_s: float | None = None  # asleep after this many seconds without a request; None: never
+    idle_s: float | None = None  # parked after so many seconds without a request; None: once others need its pages
+    pinned: bool = False  # without a request it is not parked for others either
 
 
 class Run(Message, frozen=True, kw_only=True, tag=True):
@@ -89,6 +90,10 @@ class Run(Message, frozen=True, kw_only=True, tag=True):
     max_tokens: int
     payload: bytes  # the engine's own request, opaque to everybody but runtime/engine
     engine: str  # version of the engine that wrote `payload`: another version refuses it
+    label: str = ""  # tenant and deployment: whose attainment its tokens count to
+    ttft_s: float = 10.0  # the first token is due so long after the arrival
+    tbt_s: float = 0.1  # and each further one so long after the one before was due
+    patience_s: float = 1.5  # so late, a token is lost: its request no longer makes others wait
 
 
 class Refusal(IntEnum):
@@ -206,6 +211,20 @@ class ModelState(Message, frozen=True, kw_only=True, tag=True):
     kv_fragmentation: float = 0.0  # share of the pages with blocks in use that no block in use takes
     fetches: int = 0  # from the host's memory to the device
     fetch_ms: float = 0.0  # what the last took
+    step_ms: float = 0.0  # estimate of a decode step of one request alone; 0: not known
+    prefill_ms: float = 0.0  # estimate for the longest prompt it takes, alone; 0: not known
+
+
+class Attained(msgspec.Struct, frozen=True, array_like=True):
+    """How requests that ended kept their objective: sums, so that those of several runtimes can be added. What the
+    definitions mean stands in runtime/attainment.py."""
+
+    requests: int = 0
+    first_on_time: int = 0  # requests whose first token was
+    tokens: int = 0  # made, or owed and never made
+    on_time: int = 0
+    on_time_rebased: int = 0
+    time_shares: float = 0.0  # of each request 0 to 1
 
 
 class Lease(Message, frozen=True, kw_only=True, tag=True):
@@ -221,6 +240,7 @@ class Lease(Message, frozen=True, kw_only=True, tag=True):
     pages_total: int = 0  # of the device's pool
     pages_used: int = 0
     models: dict[str, ModelState] = {}
+    attainment: dict[str, Attained] = {}  # by Run.label, since the device process started
 
 
 class Usage(Message, frozen=True, kw_only=True, tag=True):

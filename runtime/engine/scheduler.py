@@ -254,10 +254,6 @@ class PooledScheduler(Scheduler):
         blocks += sum(-(-(request.num_tokens + 1) // self.block_size) for request in self.waiting)
         return min(blocks, len(self.blocks.blocks))
 
-    def has_room(self) -> bool:
-        """Cheaply: nobody waits for blocks, and there is one more for everybody who runs."""
-        return not (self._parked or self.waiting) and len(self.running) <= self.blocks.get_num_free_blocks()
-
     @contextmanager
     def alone(self) -> Iterator[None]:
         """For a request of our own: nobody else runs, those that wait stay out of the way and keep their order."""

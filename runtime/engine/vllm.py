@@ -85,11 +85,8 @@ class VllmEngine:
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def held(self) -> Held:
-        scheduler, mapped = self._scheduler, len(self.kv.mapped)
-        if mapped and scheduler.has_room():
-            return Held(self.weights.held_pages, mapped, mapped, self._blocks.spare)
-        wanted = self.kv.pages_for(max(1 + self._golden_blocks, scheduler.blocks_wanted()))
-        return Held(self.weights.held_pages, mapped, wanted, self._blocks.spare)
+        wanted = self.kv.pages_for(max(1 + self._golden_blocks, self._scheduler.blocks_wanted()))
+        return Held(self.weights.held_pages, len(self.kv.mapped), wanted, self._blocks.spare)
 
     def kv_fragmentation(self) -> float:
         return self._blocks.fragmentation

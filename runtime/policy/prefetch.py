@@ -7,76 +7,143 @@ that the others hold can be taken for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from runtime.engine.base import Held
 from runtime.events import Evict, Fetch, Grow, MemoryEffect, Shrink
 from runtime.model import Model, Phase
 from runtime.pages import Pages
 from runtime.policy.eviction import Action, Holding, make_room, spare_room
-from runtime.request import ModelKey
+
+HEADROOM = 24  # who comes in leaves this part of the pool to those who are there, for their next tokens
+
+_STILL, _LEAVING = (Phase.STAGED, Phase.RESIDENT), (Phase.PARKING, Phase.CLOSING)
+
+Yields = Callable[[Model], bool]  # whether a model with work may be harmed
 
 
-def bring_in(order: Sequence[Model], pages: Pages, stepper: Model | None, in_turn: bool) -> list[MemoryEffect]:
-    """Pages for the first of `order` (soonest turn first) that can't go on without, or what makes room for it.
+def first_needy(order: Sequence[Model]) -> Model | None:
+    """The first that can't go on before it gets pages."""
+    for model in order:
+        if model.needy:
+            return model
+    return None
 
-    `stepper` is who steps meanwhile; `in_turn`: it must not be parked for this."""
-    place = next((place for place, model in enumerate(order) if model.needy), None)
-    if place is None:
-        return []
-    needy = order[place]
-    if needy.phase is Phase.STAGED and any(model.phase is Phase.FETCHING for model in order):
-        return []
-    kept = {model.key for model in order if model.fresh or (in_turn and model is stepper)}
-    kept.update(model.key for model in order[:place])
-    short = needy.short(pages.of(needy.key), pages.total)
-    missing = short - pages.free - _coming(order, pages)
-    actions = make_room(missing, _holdings(needy, order, pages, kept), stepper.key if stepper else None)
-    if actions is None:
-        return []
-    if pages.free + _freed(actions) < short:  # the rest is on its way
-        return [*actions]
+
+def bring_in(
+    needy: Model,
+    order: Sequence[Model],
+    idle: Iterable[Model],
+    pages: Pages,
+    stepper: Model | None,
+    yields: Yields,
+    now: float,
+) -> list[MemoryEffect]:
+    """Pages for `needy`, the first of `order` (soonest turn first) that can't go on without, or what makes room for it.
+
+    `idle` are models without work, `stepper` is who steps meanwhile."""
+    held = pages.of(needy.key)
+    short = needy.short(held, pages.total)
+    leave = pages.total // HEADROOM if needy.phase is Phase.STAGED else 0
+    missing = min(short + leave, pages.total - held.weights - held.kv) - pages.free
+    actions: list[Action] = []
+    if missing > 0:
+        holders = _holders(idle, order, needy, yields, pages)
+        missing -= _coming(holders)
+        if missing > _most(holders):  # more often than not: ask no further
+            return []
+        made = make_room(missing, _holdings(holders, now), stepper.key if stepper else None)
+        if made is None:
+            return []
+        actions = made
+        if pages.free + _freed(actions) < short:  # the rest is on its way
+            return [*actions]
     if needy.phase is Phase.RESIDENT:
         return [*actions, Grow(needy.key, short)]
-    return [*actions, Fetch(needy.key, needy.kv_needed(pages.of(needy.key), pages.total))]
+    return [*actions, Fetch(needy.key, needy.kv_needed(held, pages.total))]
 
 
-def grow(model: Model, order: Sequence[Model], pages: Pages) -> list[MemoryEffect]:
-    """As many of the pages that a resident model lacks as can be had without parking anybody who has requests."""
-    short = model.short(pages.of(model.key), pages.total)
-    if short <= 0:
-        return []
-    missing = short - pages.free - _coming(order, pages)
-    actions = spare_room(missing, _holdings(model, order, pages, set()))
+def grow(
+    model: Model, short: int, order: Sequence[Model], idle: Iterable[Model], pages: Pages, yields: Yields, now: float
+) -> list[MemoryEffect]:
+    """As many of the `short` pages that a resident model lacks as can be had without parking who has requests.
+
+    Clean weights of those that are parked already and yield are not left to lie beside requests that wait for pages."""
+    missing = short - pages.free
+    actions: list[Action] = []
+    if missing > 0:
+        holders = _holders(idle, order, model, yields, pages)
+        actions = spare_room(missing - _coming(holders), _holdings(holders, now))
     had = min(short, pages.free + _freed(actions))
     return [*actions, Grow(model.key, had)] if had > 0 else [*actions]
 
 
-def _coming(models: Sequence[Model], pages: Pages) -> int:
+Holder = tuple[Model, Held, bool]  # what it has, and whether it is kept while it works
+
+
+def _holders(idle: Iterable[Model], order: Sequence[Model], asks: Model, yields: Yields, pages: Pages) -> list[Holder]:
+    """Who else has pages. Only those behind `asks` may yield."""
+    holders: list[Holder] = []
+    all_held, behind = pages.held, False
+    for model in idle:
+        held = all_held[model.key]
+        if model is not asks and (held.weights or held.kv):
+            holders.append((model, held, True))
+    for model in order:
+        if model is asks:
+            behind = True
+        elif model.key in all_held:
+            held = all_held[model.key]
+            if held.weights or held.kv:
+                holders.append((model, held, not (behind and yields(model))))
+    return holders
+
+
+def _coming(holders: Sequence[Holder]) -> int:
     """On their way back: what a park leaves behind can be taken at once."""
-    leaving = [model.key for model in models if model.phase in (Phase.PARKING, Phase.CLOSING)]
-    return sum(pages.of(key).weights + pages.of(key).kv for key in leaving)
+    return sum([held.weights + held.kv for model, held, _ in holders if model.phase in _LEAVING])
+
+
+def _most(holders: Sequence[Holder]) -> int:
+    """That they could give."""
+    return sum([held.kv_spare if kept and model.works else held.weights + held.kv for model, held, kept in holders])
+
+
+def _holdings(holders: Sequence[Holder], now: float) -> list[Holding]:
+    """Of what moves nothing can be taken."""
+    return [_holding(model, held, kept, now) for model, held, kept in holders if model.phase in _STILL]
 
 
 def _freed(actions: Sequence[Action]) -> int:
-    return sum(action.pages for action in actions if isinstance(action, Evict | Shrink))
+    return sum([action.pages for action in actions if isinstance(action, Evict | Shrink)])
 
 
-def _holdings(needy: Model, order: Sequence[Model], pages: Pages, kept: set[ModelKey]) -> list[Holding]:
-    """Of the others that can be asked for theirs, in their order."""
-    others = [model for model in order if model is not needy and model.phase in (Phase.STAGED, Phase.RESIDENT)]
-    return [_holding(model, pages, model.key in kept) for model in others]
+def _spare(model: Model, held: Held) -> int:
+    """Pages of its KV cache that neither those who run in it nor those who wait for it are about to use."""
+    if model.fresh or held.kv_wanted > held.kv:
+        return 0
+    return max(0, min(held.kv_spare, held.kv - model.kv_wanted(held))) if model.waiting else held.kv_spare
 
 
-def _holding(model: Model, pages: Pages, kept: bool) -> Holding:
-    held = pages.of(model.key)
-    uses_spare = model.fresh or held.kv_wanted > held.kv
+def _holding(model: Model, held: Held, kept: bool, now: float) -> Holding:
+    spare, resident = _spare(model, held), model.phase is Phase.RESIDENT
+    if model.works:
+        return Holding(model.key, held.weights, held.kv, spare, resident, True, kept, model.used_at)
+    patience_s = model.spec.idle_s
+    if patience_s is None:
+        patience_s = model.idle.value(now, model.load_s)
     return Holding(
         model.key,
-        weights=held.weights,
-        kv=held.kv,
-        kv_spare=0 if uses_spare else held.kv_spare,
-        resident=model.phase is Phase.RESIDENT,
-        works=model.works,
+        held.weights,
+        held.kv,
+        spare,
+        resident,
+        works=False,
         kept=kept,
         used_at=model.used_at,
+        pinned=model.spec.pinned,
+        idle=(now - model.used_at) / max(patience_s, 1e-9),
+        unused_s=now - model.came_at,
+        ttft_s=model.ttft_s,
+        reload_s=model.load_s,
     )

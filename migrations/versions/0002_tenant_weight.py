@@ -1,0 +1,15 @@
+"""A tenant's weight. What it means stands in gateway/objectives.py."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002"
+down_revision = "0001"
+
+
+def upgrade() -> None:
+    op.add_column("tenants", sa.Column("weight", sa.Double, nullable=False, server_default="1"))
+
+
+def downgrade() -> None:
+    op.drop_column("tenants", "weight")

@@ -1,0 +1,64 @@
+"""What one model costs on one device: what its profile says, corrected by what things took. Pure."""
+
+from __future__ import annotations
+
+from runtime.costs import ModelCosts
+
+WEIGHT = 0.1  # of one more observation, when many were made
+OUTLIER = 10.0  # one observation counts as at most so many times what is believed, or so small a part
+BELIEVED_MOST = 1e3  # times slower, or faster, than the profile says
+
+
+class Estimate:
+    """What one model costs on one device: as its costs say, times what experience says of them."""
+
+    __slots__ = ("costs", "_step", "_prefill", "_load")
+
+    def __init__(self, costs: ModelCosts) -> None:
+        self.costs = costs
+        self._step, self._prefill, self._load = _Ratio(), _Ratio(), _Ratio()
+
+    @property
+    def switch_s(self) -> float:
+        return self.costs.switch_s
+
+    def step(self, requests: int, context: int) -> float:
+        return self.costs.step(requests, context) * self._step.value
+
+    def prefill(self, tokens: int) -> float:
+        return self.costs.prefill(tokens) * self._prefill.value
+
+    def load(self, missing_bytes: int) -> float:
+        return self.costs.load(missing_bytes) * self._load.value
+
+    def copy(self, kv_bytes: int) -> float:
+        return self.costs.copy_s_per_byte * kv_bytes
+
+    def observe_step(self, requests: int, context: int, took_s: float) -> None:
+        self._step.observe(self.costs.step(requests, context), took_s)
+
+    def observe_prefill(self, tokens: int, requests: int, context: int, took_s: float) -> None:
+        """A step with `tokens` of prompts in it, and beside them `requests` that got a token, of so much context."""
+        beside_s = self.step(requests, context) - self.step(0, 0)
+        self._prefill.observe(self.costs.prefill(tokens), took_s - beside_s)
+
+    def observe_load(self, loaded_bytes: int, took_s: float) -> None:
+        self._load.observe(self.costs.load(loaded_bytes), took_s)
+
+
+class _Ratio:
+    """Observed over predicted, an exponentially weighted mean that begins at 1 and moves faster at first."""
+
+    __slots__ = ("value", "_count")
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self._count = 0
+
+    def observe(self, predicted_s: float, took_s: float) -> None:
+        if predicted_s <= 0:  # nothing was done
+            return
+        self._count += 1
+        seen = min(max(took_s / predicted_s, self.value / OUTLIER), self.value * OUTLIER)
+        value = self.value + (seen - self.value) * max(WEIGHT, 1 / (self._count + 1))
+        self.value = min(max(value, 1 / BELIEVED_MOST), BELIEVED_MOST)

@@ -1,0 +1,170 @@
+"""Token-level scheduling as Aegaeon does it (§4): grouped first-come prefill, weighted round robin for decode. Pure.
+
+Aegaeon gives prefill and decode devices of their own. Here a device plays the role that its requests ask for: if they
+end with their first token it only serves groups, if they come with tokens made elsewhere it only decodes. With both, a
+group and a decode turn take turns, so that each waits for one of the other kind at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, zip_longest
+
+from runtime.model import Model, Phase
+from runtime.policy.groups import Prefill, Queue
+from runtime.policy.quota import STEPS_LEAST, STEPS_MOST, Batch, Round, once_around, paper_round, plan_round
+from runtime.policy.turns import Turn
+from runtime.request import ModelKey, Request
+
+GROUP_PER_TTFT = 0.5  # the time that others may take in the queue
+
+
+class Aegaeon:
+    """With `quota_s_most` its quotas are the paper's (4 s as published), else those that need no tuning."""
+
+    def __init__(self, quota_s_most: float | None = None) -> None:
+        self.queue = Queue()
+        self._quota_s_most = quota_s_most
+        self._arrived: list[Request] = []  # and not in the queue yet
+        self._working: dict[ModelKey, Model] = {}
+        self._round: dict[ModelKey, int] = {}  # whose decode turns are still to come, and their steps
+        self._holder: ModelKey | None = None
+        self._next: ModelKey | None = None  # whose turn comes after that
+        self._until = 0  # steps of its turn
+        self._prefills = False  # the turn is, or was, a group's
+
+    def arrived(self, request: Request, now: float) -> None:
+        if not request.sent:
+            self._arrived.append(request)
+
+    def order(self, working: Iterable[Model], now: float) -> list[Model]:
+        models = self._working = {model.key: model for model in working}
+        self._queue_up()
+        if self._until >= STEPS_MOST and len(models) > 1:  # it was alone, and is no more
+            self._until = 0
+        if not any(key in models and _decodes(models[key]) for key in self._round):
+            self._round = self._plan()
+        groups, decodes = [group.model for group in self.queue.groups], list(self._round)
+        first, second = (decodes, groups) if self._prefills else (groups, decodes)
+        coming = chain.from_iterable(zip_longest(first, second))
+        self._next = next((key for key in coming if key in models and key != self._holder), None)
+        recent = sorted(models.values(), key=_recency)
+        keys = chain([self._holder, self._next], (model.key for model in recent))
+        return [models[key] for key in dict.fromkeys(keys) if key in models]
+
+    def next(self, order: Sequence[Model], turn: Turn | None, now: float) -> tuple[Model, int] | None:
+        able = {model.key: model for model in order if model.can_step}
+        holder = able.get(self._holder) if self._holder else None
+        if holder is None or not self._in_turn(holder, turn):
+            holder = self._give_turn(able, turn)
+        if holder is None:
+            return None
+        # Between two steps of a group's turn the next of the group is admitted.
+        return holder, 1 if self._prefills else self._until - _made(holder, turn)
+
+    def admit(self, model: Model, now: float) -> Sequence[Request]:
+        admitted = [request for request in model.waiting.values() if request.sent]
+        if model.key != self._holder or not self._prefills or model.prompts:
+            return admitted
+        group = self.queue.next(self._waits, lambda key: key == model.key)
+        if group is not None:
+            self.queue.begin(group, now)
+            admitted.append(model.waiting[group.waiting[0].request])
+        return admitted
+
+    def yields(self, model: Model, needy: Model, turn: Turn | None, now: float) -> bool:
+        """Only the next model is brought in at the expense of others, the one used least recently first (§5.2)."""
+        if needy.key != self._next and needy.key != self._holder:
+            return not model.can_step
+        return model.key != self._holder or not model.can_step or not self._in_turn(model, turn)
+
+    # ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _in_turn(self, holder: Model, turn: Turn | None) -> bool:
+        if self._prefills:
+            return holder.prompts > 0 or _made(holder, turn) < self._until
+        return _decodes(holder) and _made(holder, turn) < self._until
+
+    def _give_turn(self, able: Mapping[ModelKey, Model], turn: Turn | None) -> Model | None:
+        group = self.queue.next(self._waits, able.__contains__)
+        # One whose turn is later, or not yet planned, goes before those that can't.
+        planned = next((key for key in self._round if key in able and _decodes(able[key])), None)
+        decodes = planned or next((key for key in able if _decodes(able[key])), None)
+        self._prefills = group is not None and (decodes is None or not self._prefills)
+        if group is not None and self._prefills:
+            self._holder, steps = group.model, len(group.waiting)
+        elif decodes is not None:
+            self._holder, steps = decodes, self._round.pop(decodes, STEPS_LEAST)
+        else:
+            return None
+        holder = able[self._holder]
+        self._until = _made(holder, turn) + steps
+        return holder
+
+    def _plan(self) -> dict[ModelKey, int]:
+        """A round: the current model first, then the one that is longest without a turn."""
+        models = sorted((model for model in self._working.values() if _decodes(model)), key=lambda model: model.turn_no)
+        models = [models[place] for place in once_around([model.key for model in models], self._holder)]
+        if not models:
+            return {}
+        return dict(zip((model.key for model in models), self._quotas(models).steps, strict=True))
+
+    def _quotas(self, models: Sequence[Model]) -> Round:
+        """Those whose groups have turns between these take their switches too."""
+        batches = [_batch(model) for model in models]
+        switching = [model for model in self._working.values() if model.has_requests]
+        switch_s = max(model.costs.switch_s for model in switching)
+        stay = all(model.phase is Phase.RESIDENT for model in switching)
+        loads_s = [0.0 if stay else _load_s(model) for model in switching]
+        if self._quota_s_most is not None:
+            return paper_round(batches, sum(loads_s) + switch_s * len(switching), self._quota_s_most)
+        ttft_s = min(request.objective.ttft_s for model in models for request in _decoding(model))
+        if self.queue.current is not None:  # it prefills too: a new request waits for a group's turn first
+            ttft_s *= 1.0 - GROUP_PER_TTFT
+        return plan_round(batches, loads_s, switch_s, prefetch=True, ttft_s=ttft_s)
+
+    # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _queue_up(self) -> None:
+        if not self._arrived:
+            return
+        waiting = [request for model in self._working.values() for request in model.waiting.values()]
+        ttft_s = min((request.objective.ttft_s for request in waiting), default=0.0)
+        self.queue.group_s_most = GROUP_PER_TTFT * ttft_s
+        for request in self._arrived:
+            model = self._working.get(request.model)
+            if model is not None and request.id in model.waiting:
+                work_s = model.costs.prefill(request.prompt_tokens)
+                self.queue.add(Prefill(request.id, request.model, work_s, _load_s(model)))
+        self._arrived.clear()
+
+    def _waits(self, prefill: Prefill) -> bool:
+        return prefill.model in self._working and prefill.request in self._working[prefill.model].waiting
+
+
+def _recency(model: Model) -> int:
+    return -model.turn_no
+
+
+def _made(model: Model, turn: Turn | None) -> int:
+    return turn.steps if turn is not None and turn.holder == model.key else 0
+
+
+def _decodes(model: Model) -> bool:
+    return bool(model.running) or any(request.sent for request in model.waiting.values())
+
+
+def _decoding(model: Model) -> list[Request]:
+    return [*model.running.values(), *(request for request in model.waiting.values() if request.sent)]
+
+
+def _batch(model: Model) -> Batch:
+    requests = _decoding(model)
+    step_s = model.costs.step(len(requests), sum(request.context for request in requests))
+    return Batch(step_s, min(request.objective.tbt_s for request in requests))
+
+
+def _load_s(model: Model) -> float:
+    """Its weights and the KV cache of those that run in it."""
+    kv_bytes = model.context * model.spec.kv_bytes_per_token
+    return model.costs.load(model.weights_pages * model.page_bytes) + model.costs.copy(kv_bytes)

@@ -1,0 +1,382 @@
+"""`staccato sim`, `staccato plan` and the replay of a journal as a process of their own: arguments in, a table or JSON
+out."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from runtime.costs import Profile, load_profile
+from runtime.request import Objective
+from runtime.sim.capacity import Measure, Point, Run, Scenario, Search, Tuning, processes
+from runtime.sim.compiled import start_again
+from runtime.sim.fleet import FLEETS, check, simulate
+from runtime.sim.plan import Question, as_it_is, plan, read_sizes
+from runtime.sim.replay import replay
+from runtime.sim.report import Span, attainment_svg, chrome_trace, timeline_svg
+from runtime.sim.trace import read_lengths, read_trace, read_windows
+from runtime.sim.workload import LENGTHS, Workload, base, replicated, servegen
+from runtime.sim.world import Result
+
+PROFILES = Path(__file__).parents[2] / "deploy" / "profiles"
+USAGE = 2
+MEASURES: dict[str, Measure] = {"min": "min", "token": "token_attainment"}
+
+
+class Parser(argparse.ArgumentParser):
+    """One sentence instead of the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"error: {message}; see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Parser(prog="staccato", description="Simulations of fleets of GPUs.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _sim_options(commands.add_parser("sim", help="simulate a fleet, or search how many models a GPU serves"))
+    _plan_options(commands.add_parser("plan", help="how many GPUs the workload of a trace needs"))
+    _replay_options(commands.add_parser("replay", help="decide again what a runtime decided, from its journal"))
+    chosen = parser.parse_args(arguments)
+    try:
+        chosen.command(chosen)
+    except (ValueError, OSError) as error:
+        parser.exit(USAGE, f"error: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130)
+
+
+# ── staccato sim ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _sim_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("--workload", default="base", metavar="base|FILE", help="synthetic, or a trace with columns t,model,inp,out")
+    option("--servegen", nargs=2, type=Path, metavar=("WINDOWS", "LENGTHS"), help="models asked as ServeGen's clients")
+    option("--rate", type=_positive, help="requests per second and model, of base and servegen [0.1]")
+    option("--duration", type=_seconds, help="of the workload [base 400s, servegen 600s, a trace as long as it is]")
+    option("--lengths", choices=LENGTHS, help="tokens of prompts and outputs, of base [sharegpt]")
+    option("--cv", type=_positive, help="of gaps between requests, of base [1]")
+    option("--zipf", type=float, help="exponent of the models' popularity, of base [0: all equal]")
+    option("--models-per-gpu", type=_positive, default=11.0, metavar="N", help="[%(default)g]")
+    option("--gpus", type=_count, default=8, help="[%(default)s]")
+    option("--gpu", type=_profile, default="h100", metavar="NAME|FILE", help="a profile [%(default)s]")
+    _fleet_options(parser)
+    option("--set", type=_setting, action="append", default=[], metavar="NAME=VALUE", help="tune the policy")
+    option("--seed", type=_seed, default=7, help="[%(default)s]")
+    option("--check", action="store_true", help="check after every event that the books are right")
+    option("--chrome-trace", type=Path, metavar="FILE", help="who held each GPU when, for a trace viewer")
+    option("--capacity", type=_share, metavar="SHARE", help="search the most models per GPU with that attainment")
+    option("--by", choices=MEASURES, default="min", help="what --capacity asks for: of tokens, or of first ones too")
+    option("--seeds", type=_count, default=3, help="of a search, from --seed on [%(default)s]")
+    parser.set_defaults(command=_sim)
+
+
+def _sim(chosen: argparse.Namespace) -> None:
+    objective = Objective(chosen.ttft, chosen.tbt)
+    scenario = Scenario(_workload(chosen), chosen.gpu, chosen.policy, chosen.gpus, objective)
+    tuning: Tuning = tuple(chosen.set)
+    check(chosen.policy, **dict(tuning))
+    if chosen.capacity is None:
+        _sim_once(chosen, scenario, tuning)
+    elif chosen.check or chosen.chrome_trace or tuning:
+        raise ValueError(
+            "--capacity makes many runs and tunes them itself: leave out --check, --chrome-trace and --set"
+        )
+    else:
+        _sim_capacity(chosen, scenario)
+
+
+def _fleet_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("--policy", default="slack", metavar="|".join(FLEETS), help="[%(default)s]")
+    option("--ttft", type=_seconds, default=10.0, help="when the first token is due [10s]")
+    option("--tbt", type=_seconds, default=0.1, help="between two tokens [100ms]")
+    option(
+        "--picture", type=Path, metavar="FILE.svg", help="attainment by load; of a single run who held each GPU when"
+    )
+    option("--json", action="store_true")
+
+
+def _sim_once(chosen: argparse.Namespace, scenario: Scenario, tuning: Tuning) -> None:
+    models = max(1, round(chosen.models_per_gpu * chosen.gpus))
+    workload = scenario.workload(models, chosen.seed)
+    spans: list[Span] | None = [] if chosen.chrome_trace or chosen.picture else None
+    settings: dict[str, Any] = dict(tuning)
+    began = time.perf_counter()
+    result = simulate(
+        workload,
+        scenario.profile,
+        scenario.policy,
+        scenario.gpus,
+        scenario.objective,
+        spans,
+        chosen.check,
+        **settings,
+    )
+    took_s = time.perf_counter() - began
+    if chosen.chrome_trace:
+        chosen.chrome_trace.write_bytes(chrome_trace(spans or ()))
+    if chosen.picture:
+        chosen.picture.write_text(timeline_svg(spans or ()))
+    told = msgspec.to_builtins(result) | {"models": models, "events_per_s": round(result.events / took_s)}
+    _tell(_asked(chosen) | told, chosen.json)
+
+
+def _sim_capacity(chosen: argparse.Namespace, scenario: Scenario) -> None:
+    measure = MEASURES[chosen.by]
+    with processes() as each:
+        search = Search(scenario, range(chosen.seed, chosen.seed + chosen.seeds), each, _Counted())
+        found = search.capacity(measure, chosen.capacity)
+    if sys.stderr.isatty():
+        print("\r", end="", file=sys.stderr)
+    curve = search.curve(measure)
+    if chosen.picture:
+        points = [(point.models_per_gpu, point.attained) for point in curve]
+        chosen.picture.write_text(attainment_svg({chosen.policy: points}, (chosen.capacity,)))
+    told = {
+        "models_per_gpu": found,
+        "attainment": chosen.capacity,
+        "by": chosen.by,
+        "seeds": chosen.seeds,
+        "curve": [_point(point) for point in curve],
+    }
+    _tell(_asked(chosen) | told, chosen.json)
+
+
+class _Counted(dict[Run, Result]):
+    """Tells who waits at a terminal how far a search is."""
+
+    def __setitem__(self, run: Run, result: Result) -> None:
+        super().__setitem__(run, result)
+        if sys.stderr.isatty():
+            print(f"\r{len(self)} runs, {run.models} models …", end="", file=sys.stderr, flush=True)
+
+
+def _asked(chosen: argparse.Namespace) -> dict[str, object]:
+    """What the figures are of."""
+    workload = "servegen" if chosen.servegen else chosen.workload
+    return {
+        "workload": workload,
+        "policy": chosen.policy,
+        "gpus": chosen.gpus,
+        "gpu": chosen.gpu.name,
+        "profile": chosen.gpu.kind,
+        "ttft_s": chosen.ttft,
+        "tbt_s": chosen.tbt,
+        "seed": chosen.seed,
+    }
+
+
+def _point(point: Point) -> dict[str, object]:
+    return {
+        "models_per_gpu": point.models_per_gpu,
+        "attained": point.attained,
+        "by_seed": point.by_seed,
+        "tuning": dict(point.tuning),
+    }
+
+
+# ── staccato plan ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("--trace", type=Path, required=True, metavar="FILE", help="with columns t,model,inp,out: CSV or parquet")
+    option("--gpus", type=_kind_and_count, required=True, metavar="NAME:COUNT", help="at most so many, as h200:4")
+    option(
+        "--sizes", type=Path, metavar="FILE", help="of the models, JSON or CSV [6 to 14 billion parameters in turns]"
+    )
+    _fleet_options(parser)
+    option("--attainment", type=_share, default=0.99, help="of tokens and of first tokens [%(default)g]")
+    parser.set_defaults(command=_plan)
+
+
+def _plan(chosen: argparse.Namespace) -> None:
+    profile, gpus_most = chosen.gpus
+    sizes = read_sizes(chosen.sizes) if chosen.sizes else None
+    workload = as_it_is(read_trace(chosen.trace), sizes)
+    check(chosen.policy)
+    question = Question(workload, profile, chosen.policy, Objective(chosen.ttft, chosen.tbt))
+    with processes() as each:
+        answer = plan(question, gpus_most, chosen.attainment, each)
+    if chosen.picture:
+        # Models per GPU, as in every picture of attainment: fewer GPUs stand further right.
+        curve = [(len(workload.models) / gpus, result.min) for gpus, result in enumerate(answer.results, start=1)]
+        chosen.picture.write_text(attainment_svg({chosen.policy: curve}, (chosen.attainment,)))
+    told: dict[str, object] = {
+        "trace": str(chosen.trace),
+        "models": len(workload.models),
+        "requests": len(workload.at_s),
+        "sizes": str(chosen.sizes) if chosen.sizes else "assumed: 6, 7, 7, 8, 9, 13 and 14 billion parameters in turns",
+        "policy": chosen.policy,
+        "gpu": profile.name,
+        "profile": profile.kind,
+        "ttft_s": chosen.ttft,
+        "tbt_s": chosen.tbt,
+        "attainment": chosen.attainment,
+        "gpus_needed": answer.needed,
+        "curve": [{"gpus": gpus} | _attained(result) for gpus, result in enumerate(answer.results, start=1)],
+        "unmeetable": [{"model": own.model, "why": own.unmeetable} for own in answer.alone if own.unmeetable],
+    }
+    if not chosen.json and answer.needed is None:
+        told["gpus_needed"] = f"more than {gpus_most}"
+    _tell(told, chosen.json)
+
+
+def _attained(result: Result) -> dict[str, object]:
+    names = ("token_attainment", "first_token_attainment", "min", "ttft_p50_s", "ttft_p99_s", "busy", "loading")
+    return {name: getattr(result, name) for name in names}
+
+
+# ── replay ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _replay_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("journal", type=Path, help="RUNTIME.journal in the folder that STACCATO_JOURNAL names")
+    parser.set_defaults(command=_replay)
+
+
+def _replay(chosen: argparse.Namespace) -> None:
+    report = replay(chosen.journal)
+    print(f"compared {report.heard} events and {report.asked} decisions; device processes in the file: {report.runs}")
+    if report.difference is not None:
+        print(report.difference)
+        sys.exit(1)
+
+
+# ── what is simulated ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _workload(chosen: argparse.Namespace) -> Callable[[int, int], Workload]:
+    """Of a number of models and a seed. Options of another kind of workload are refused, not ignored."""
+    names = ("rate", "duration", "lengths", "cv", "zipf")
+    given = {name: value for name in names if (value := getattr(chosen, name)) is not None}
+    kind = "servegen" if chosen.servegen else "base" if chosen.workload == "base" else "a trace"
+    known = {"base": names, "servegen": ("rate", "duration"), "a trace": ("duration",)}[kind]
+    if strange := [name for name in given if name not in known]:
+        raise ValueError(f"--{strange[0]} is nothing that {kind} has: leave it out")
+    if "duration" in given:
+        given["duration_s"] = given.pop("duration")
+    if kind == "base":
+        return partial(base, **given)
+    if kind == "servegen":
+        windows, lengths = chosen.servegen
+        return partial(servegen, read_windows(windows), read_lengths(lengths), **given)
+    return partial(replicated, read_trace(Path(chosen.workload)), **given)
+
+
+def _kind_and_count(text: str) -> tuple[Profile, int]:
+    name, colon, count = text.rpartition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text!r} names no kind and number of GPUs: write it as h200:4")
+    return _profile(name), _count(count)
+
+
+def _profile(name: str) -> Profile:
+    """The file of that name, else the one of ours."""
+    path = Path(name)
+    if not path.is_file():
+        path = PROFILES / f"{name}.json"
+    if not path.is_file():
+        ours = ", ".join(sorted(path.stem for path in PROFILES.glob("*.json")))
+        raise argparse.ArgumentTypeError(f"{name!r} is neither a file nor one of {ours}")
+    try:
+        return load_profile(path.read_bytes(), str(path))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+# ── values of options ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+_UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h)", text.strip())
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration: write it as 100ms, 2s or 1m")
+    return float(found[1]) * _UNITS_S[found[2]]
+
+
+def _positive(text: str) -> float:
+    return _number(text, lambda value: value > 0, "a number more than 0")
+
+
+def _share(text: str) -> float:
+    return _number(text, lambda value: 0 < value <= 1, "a share, as 0.9")
+
+
+def _count(text: str) -> int:
+    return int(_number(text, lambda value: value >= 1 and value == int(value), "a whole number of at least 1"))
+
+
+def _seed(text: str) -> int:
+    return int(_number(text, lambda value: value >= 0 and value == int(value), "a whole number of at least 0"))
+
+
+def _number(text: str, allowed: Callable[[float], bool], what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and allowed(value)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def _setting(text: str) -> tuple[str, float]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} sets nothing: write NAME=VALUE")
+    return name, _positive(value)
+
+
+# ── what is printed ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _tell(told: Mapping[str, object], as_json: bool) -> None:
+    if as_json:
+        # A time that never came is infinite; JSON has no word for it but null.
+        text = msgspec.json.encode(told)
+        print((msgspec.json.format(text) if sys.stdout.isatty() else text).decode())
+        return
+    width = max(map(len, told))
+    for name, value in told.items():
+        if isinstance(value, list) and value:
+            print(name)
+            _table(value)
+        else:
+            print(f"{name.ljust(width)}  {_text(value)}")
+
+
+def _table(rows: Sequence[Mapping[str, object]]) -> None:
+    lines = [list(rows[0]), *([_text(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={_text(item)}" for name, item in value.items()) or "-"
+    if isinstance(value, list):
+        return " ".join(map(_text, value)) or "-"
+    return str(value)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the other processes end with this one
+    start_again()
+    main()

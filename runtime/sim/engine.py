@@ -1,0 +1,184 @@
+"""An engine that takes time instead of computing: the costs of a profile, and pages by arithmetic."""
+
+from __future__ import annotations
+
+from runtime.costs import ModelCosts
+from runtime.engine.base import Held, Output
+from runtime.request import Request, RequestId
+from store.wire import Finish
+
+AHEAD = 64  # tokens of each request for which pages are asked before they are needed
+TOKENS: list[list[int]] = [[0] * count for count in range(AHEAD + 1)]  # stand for so many tokens
+
+_LENGTH = Finish.LENGTH  # looked up for every request
+
+
+class Stream:
+    """A request in an engine."""
+
+    __slots__ = ("id", "prompt", "context", "left")
+
+    def __init__(self, request: Request, output_tokens: int) -> None:
+        self.id = request.id
+        handed = request.sent > 0  # its keys and values come from another device
+        self.prompt = 0 if handed else request.prompt_tokens  # tokens of it still to be computed
+        self.context = request.context if handed else 0  # tokens with keys and values, or about to have them
+        self.left = output_tokens - request.sent  # tokens still to be made
+
+
+class Engine:
+    """One model on one device: what it holds of the pool, and what its next steps take and make."""
+
+    __slots__ = (
+        "costs",
+        "weights_pages",
+        "weights",
+        "kv",
+        "here",
+        "held",
+        "streams",
+        "_aside",
+        "_prompts",
+        "_prompt_tokens",
+        "_context",
+        "_page_bytes",
+        "_token_bytes",
+        "_wanted_bytes",
+    )
+
+    def __init__(self, costs: ModelCosts, page_bytes: int) -> None:
+        self.costs, self._page_bytes, self._token_bytes = costs, page_bytes, costs.kv_bytes_per_token
+        self.weights_pages = -(-costs.weight_bytes // page_bytes)
+        self.weights = self.kv = 0
+        self.here = False
+        self.streams: dict[RequestId, Stream] = {}
+        self._aside: dict[RequestId, Stream] = {}  # there is no room for them
+        self._prompts: list[Stream] = []
+        self._prompt_tokens = 0  # still to be computed
+        self._context = 0  # of all streams
+        self._wanted_bytes = 0  # of the pages that it wanted when it told last
+        self.held = self.tell()
+
+    def tell(self) -> Held:
+        """What it holds, and wants for the next tokens, after something changed."""
+        tokens, count = self._context + self._prompt_tokens, len(self.streams)
+        if self._aside:
+            tokens += sum([stream.context + stream.prompt for stream in self._aside.values()])
+            count += len(self._aside)
+        wanted = self._pages(tokens + count) or 1
+        spare = self.kv - (self._pages(tokens + AHEAD * count) or 1)
+        self._wanted_bytes = wanted * self._page_bytes
+        self.held = Held(self.weights, self.kv, wanted, spare if spare > 0 else 0)
+        return self.held
+
+    def _pages(self, tokens: int) -> int:
+        return -(-int(tokens * self._token_bytes) // self._page_bytes)
+
+    @property
+    def kv_bytes(self) -> float:
+        """Of its requests, to be copied when it is parked or comes back."""
+        return self._context * self._token_bytes
+
+    def add(self, request: Request, output_tokens: int) -> None:
+        stream = self.streams[request.id] = Stream(request, output_tokens)
+        self._context += stream.context
+        if stream.prompt:
+            self._prompts.append(stream)
+            self._prompt_tokens += stream.prompt
+
+    def abort(self, id: RequestId) -> None:
+        stream = self.streams.pop(id, None)
+        if stream is not None:
+            self._context -= stream.context
+            if stream.prompt:
+                self._prompts.remove(stream)
+                self._prompt_tokens -= stream.prompt
+        self._aside.pop(id, None)
+        if self._aside:
+            self._fit()
+
+    # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def plan(self, most: int, batched_tokens: int) -> tuple[int, float]:
+        """How many equal steps come next, at most `most`, and what each takes. None if it lacks pages."""
+        count, costs, room = len(self.streams), self.costs, self._room()
+        if self._aside or room < self._prompt_tokens + count - len(self._prompts):
+            self._fit()
+            count, room = len(self.streams), self._room()
+        if self._prompts:
+            tokens, older = self._prompt_tokens, count - len(self._prompts)
+            if room < tokens + older:
+                return 0, costs.step_s
+            beside_s = costs.step(older, self._context) - costs.step_s if older else 0.0
+            return 1, costs.prefill(min(tokens, batched_tokens)) + beside_s
+        if not count:
+            return 0, costs.step_s
+        steps = min(most, AHEAD, max(0, room) // count, min([stream.left for stream in self.streams.values()]))
+        return steps, costs.step(count, self._context)
+
+    def run(self, steps: int, batched_tokens: int) -> list[Output]:
+        """What these steps make."""
+        if self._prompts and steps:
+            self._prefill(batched_tokens)
+        outputs: list[Output] = []
+        if not steps:
+            return outputs
+        tokens, ended = TOKENS[steps], []
+        for stream in self.streams.values():
+            if stream.prompt:
+                continue
+            stream.left -= steps
+            stream.context += steps
+            if stream.left > 0:
+                outputs.append(Output(stream.id, tokens))
+            else:
+                outputs.append(Output(stream.id, tokens, _LENGTH))
+                ended.append(stream)
+        self._context += steps * len(outputs)
+        for stream in ended:
+            del self.streams[stream.id]
+            self._context -= stream.context
+        if ended and self._aside:
+            self._fit()
+        if ended or self._aside or self._outgrown():
+            self.tell()
+        return outputs
+
+    def _outgrown(self) -> bool:
+        """Whether it wants more pages than it told."""
+        tokens = self._context + self._prompt_tokens + len(self.streams)
+        return tokens * self._token_bytes >= self._wanted_bytes + 1
+
+    def _room(self) -> int:
+        """Tokens that can be added to those that have keys and values."""
+        return int(self.kv * self._page_bytes // (self._token_bytes or 1)) - self._context
+
+    def _fit(self) -> None:
+        """Who came last steps aside while there is no room for its next token, as vLLM and our scheduler have it."""
+        everybody = [*self.streams.values(), *self._aside.values()]
+        self._context = self._prompt_tokens = 0
+        left = self._room()
+        self.streams, self._aside, self._prompts = {}, {}, []
+        for stream in everybody:
+            left -= stream.context + max(1, stream.prompt)
+            if self.streams and left < 0:
+                self._aside[stream.id] = stream
+                continue
+            self.streams[stream.id] = stream
+            self._context += stream.context
+            if stream.prompt:
+                self._prompts.append(stream)
+                self._prompt_tokens += stream.prompt
+
+    def _prefill(self, batched_tokens: int) -> None:
+        """One step's share of the prompts, in the order in which they came."""
+        while self._prompts and batched_tokens:
+            stream = self._prompts[0]
+            taken = min(stream.prompt, batched_tokens)
+            stream.prompt -= taken
+            stream.context += taken
+            self._context += taken
+            self._prompt_tokens -= taken
+            batched_tokens -= taken
+            if not stream.prompt:
+                del self._prompts[0]

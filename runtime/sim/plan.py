@@ -1,0 +1,192 @@
+"""How many GPUs the workload of a trace needs, and which of its models could not keep their objectives even alone."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from runtime.costs import Count, ModelCosts, ModelSize, NotNegative, Profile
+from runtime.request import Objective
+from runtime.sim.capacity import Each
+from runtime.sim.fleet import simulate
+from runtime.sim.trace import Trace
+from runtime.sim.workload import BASE_SIZES, Workload
+from runtime.sim.world import Result
+
+BYTES_PER_PARAMETER = 2  # bfloat16
+
+
+class Stated(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model's size as a file says it: parameters, or bytes of weights, or both."""
+
+    kv_bytes_per_token: NotNegative
+    parameters: Count | None = None
+    weight_bytes: Count | None = None
+
+    def size(self, name: str) -> ModelSize:
+        parameters = self.parameters or (self.weight_bytes or 0) // BYTES_PER_PARAMETER
+        if not parameters:
+            raise ValueError(f"model {name!r} has neither `parameters` nor `weight_bytes`: state one of them")
+        weight_bytes = self.weight_bytes or BYTES_PER_PARAMETER * parameters
+        return ModelSize(name, weight_bytes, self.kv_bytes_per_token, parameters)
+
+
+class Alone(NamedTuple):
+    """A model with a GPU to itself."""
+
+    model: str
+    ttft_s: float  # of its longest prompt, with the weights not there yet
+    step_s: float  # of one request, at its longest context
+    unmeetable: str | None  # why it would be late even so: one sentence with the remedy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of the GPU's kind, by how many: the results of 1, 2, … up to as many as there may be."""
+
+    needed: int | None  # None: even the most are too few
+    results: list[Result]
+    alone: list[Alone]
+
+
+@dataclass(frozen=True)
+class Question:
+    """Whose answer is a `Plan`. It must pickle."""
+
+    workload: Workload
+    profile: Profile
+    policy: str
+    objective: Objective
+
+    def with_gpus(self, gpus: int) -> Result:
+        """All requests count: what a trace begins with is no warm-up."""
+        return simulate(self.workload, self.profile, self.policy, gpus, self.objective, warm_s=0)
+
+
+def plan(question: Question, gpus_most: int, attainment: float, each: Each = map) -> Plan:
+    """Needed is the smallest number from which on `min` is as asked. Raises ValueError."""
+    alone = [_alone(question, index) for index in range(len(question.workload.models))]
+    results = list(each(question.with_gpus, range(1, gpus_most + 1)))
+    return Plan(_needed([result.min >= attainment for result in results]), results, alone)
+
+
+def _needed(enough: list[bool]) -> int | None:
+    """Counted from 1."""
+    failing = [gpus for gpus, is_enough in enumerate(enough, start=1) if not is_enough]
+    fewest = failing[-1] + 1 if failing else 1
+    return fewest if fewest <= len(enough) else None
+
+
+# ── a model alone ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _alone(question: Question, index: int) -> Alone:
+    workload, profile = question.workload, question.profile
+    rows = workload.model == index
+    prompt = int(workload.prompt_tokens[rows].max())
+    context = int((workload.prompt_tokens[rows] + workload.output_tokens[rows]).max())
+    costs = profile.costs(workload.models[index])
+    ttft_s = costs.load_s + _prefill_s(costs, prompt, profile.batched_tokens)
+    step_s = costs.step(1, context)
+    reasons = [
+        *_too_large(costs, context, profile),
+        *_too_late(ttft_s, costs.load_s, prompt, question.objective.ttft_s),
+        *_too_slow(step_s, context, question.objective.tbt_s),
+    ]
+    return Alone(workload.models[index].name, ttft_s, step_s, "; ".join(reasons) or None)
+
+
+def _prefill_s(costs: ModelCosts, tokens: int, batched_tokens: int) -> float:
+    whole, rest = divmod(tokens, batched_tokens)
+    return whole * costs.prefill(batched_tokens) + (costs.prefill(rest) if rest else 0.0)
+
+
+def _too_large(costs: ModelCosts, context: int, profile: Profile) -> Iterable[str]:
+    needed = costs.weight_bytes + context * costs.kv_bytes_per_token
+    if needed > profile.memory_bytes:
+        yield (
+            f"its weights and its longest context, {context} tokens, take {needed / 1e9:.3g} GB, and a "
+            f"{profile.name} has {profile.memory_bytes / 1e9:.3g} GB for them: take a larger GPU or smaller weights"
+        )
+
+
+def _too_late(ttft_s: float, load_s: float, prompt: int, due_s: float) -> Iterable[str]:
+    if ttft_s > due_s:
+        yield (
+            f"the first token is due after {_told(due_s)} s, and loading takes {_told(load_s)} s and its longest "
+            f"prompt, {prompt} tokens, {_told(ttft_s - load_s)} s: raise --ttft, shorten prompts, or keep it awake"
+        )
+
+
+def _too_slow(step_s: float, context: int, due_s: float) -> Iterable[str]:
+    if step_s > due_s:
+        yield (
+            f"a token is due every {_told(due_s * 1e3)} ms, and a step of one request at its longest context, "
+            f"{context} tokens, takes {_told(step_s * 1e3)} ms: raise --tbt, or take a faster GPU or a smaller model"
+        )
+
+
+def _told(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# ── the workload of a trace ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def as_it_is(trace: Trace, sizes: Mapping[str, ModelSize] | None) -> Workload:
+    """Each model of the trace is one model, of the size stated, or of the base mix in turns. Raises ValueError."""
+    duration_s = trace.duration_s or 1.0  # one request, or all at once
+    requests = np.bincount(trace.model, minlength=len(trace.names))
+    return Workload(
+        models=[_size(name, index, sizes) for index, name in enumerate(trace.names)],
+        rates=(requests / duration_s).tolist(),
+        duration_s=duration_s,
+        at_s=trace.at_s,
+        model=trace.model,
+        prompt_tokens=trace.prompt_tokens,
+        output_tokens=trace.output_tokens,
+    )
+
+
+def _size(name: str, index: int, sizes: Mapping[str, ModelSize] | None) -> ModelSize:
+    name = name or "model"  # a trace of one model need not name it
+    if sizes is None:
+        return msgspec.structs.replace(BASE_SIZES[index % len(BASE_SIZES)], name=name)
+    if name not in sizes:
+        raise ValueError(f"no size is stated of model {name!r}: add it to the file of --sizes")
+    return sizes[name]
+
+
+def read_sizes(path: Path) -> dict[str, ModelSize]:
+    """A JSON object, or a CSV with a column `model`: for each model its parameters, weight_bytes (either may be left
+    out) and kv_bytes_per_token. Raises ValueError, OSError."""
+    try:
+        if path.suffix == ".json":
+            stated = msgspec.json.decode(path.read_bytes(), type=dict[str, Stated])
+        else:
+            stated = _stated_rows(path)
+        return {name: own.size(name) for name, own in stated.items()}
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{path} states no sizes: {error}") from error
+
+
+def _stated_rows(path: Path) -> dict[str, Stated]:
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file, restkey="more")
+        stated = {}
+        for row in reader:
+            name = row.pop("model", None)
+            if not name:
+                raise ValueError(f"row {reader.line_num} names no model in a column `model`")
+            try:
+                cells = {column: cell for column, cell in row.items() if cell}
+                stated[name] = msgspec.convert(cells, Stated, strict=False)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"row {reader.line_num}: {error}") from error
+    return stated

@@ -1,0 +1,282 @@
+"""Workloads: which models there are, and when each is asked for how much. Functions of their arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from runtime.costs import ModelSize
+from runtime.sim.trace import ClientLengths, ClientWindows, Floats, Ints, Trace
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """Requests in the order in which they come; `model` is an index into `models`."""
+
+    models: list[ModelSize]
+    rates: list[float]  # of the models, requests per second
+    duration_s: float
+    at_s: Floats
+    model: Ints
+    prompt_tokens: Ints
+    output_tokens: Ints
+
+    def __post_init__(self) -> None:
+        columns = (self.at_s, self.model, self.prompt_tokens, self.output_tokens)
+        assert len({len(column) for column in columns}) == 1, [len(column) for column in columns]
+        assert len(self.models) == len(self.rates), (len(self.models), len(self.rates))
+        assert not len(self.at_s) or 0 <= self.at_s[0] and self.at_s[-1] < self.duration_s, self.duration_s
+        assert (np.diff(self.at_s) >= 0).all(), "requests out of order"
+
+
+def _size(name: str, billions: float, kv_bytes_per_token: int) -> ModelSize:
+    parameters = round(billions * 1e9)
+    return ModelSize(name, 2 * parameters, kv_bytes_per_token, parameters)  # two bytes each: bfloat16
+
+
+BASE_SIZES = (
+    _size("6B", 6, 230_000),
+    _size("7B", 7, 500_000),  # every head has keys and values of its own
+    _size("7B-gqa", 7, 57_000),
+    _size("8B", 8, 131_000),
+    _size("9B", 9, 200_000),
+    _size("13B", 13, 800_000),
+    _size("14B", 14, 196_000),
+)
+
+
+# ── generators ────────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# Each model draws from a stream of its own: of two workloads that differ in the number of models alone, the larger one
+# has all models of the smaller one, with the same requests. So capacities can be compared without noise between sizes.
+
+
+def base(
+    models: int,
+    seed: int,
+    rate: float = 0.1,
+    duration_s: float = 400.0,
+    lengths: str = "sharegpt",
+    cv: float = 1.0,
+    zipf: float = 0.0,
+    sizes: Sequence[ModelSize] = BASE_SIZES,
+) -> Workload:
+    """`rate` requests per second and model in the mean, Zipf-distributed over models with exponent `zipf`.
+
+    Gaps between a model's requests are Gamma with coefficient of variation `cv`: 1 is Poisson, more comes in bursts.
+    `lengths` names one of LENGTHS. Raises ValueError."""
+    _check(models, rate=rate, duration_s=duration_s, cv=cv)
+    if cv > _CV_MOST:
+        raise ValueError(f"cv is {cv:g}: at most {_CV_MOST}")
+    if not (math.isfinite(zipf) and zipf >= 0):
+        raise ValueError(f"zipf is {zipf:g}: 0 (all models equal) or more")
+    if lengths not in LENGTHS:
+        raise ValueError(f"lengths are {lengths!r}: one of {', '.join(LENGTHS)}")
+    prompt, output = LENGTHS[lengths]
+    rng = np.random.default_rng(seed)
+    weights = np.arange(1, models + 1, dtype=np.float64) ** -zipf
+    rng.shuffle(weights)
+    rates = weights / weights.mean() * rate
+    requests = []
+    for stream, own_rate in zip(rng.spawn(models), rates, strict=True):
+        at_s = _arrivals(stream, Gamma(cv**-2), float(own_rate), duration_s)
+        drawn = (prompt(stream, len(at_s)), output(stream, len(at_s)))
+        requests.append(_Requests(at_s, _whole(drawn[0], 4, 6000), _whole(drawn[1], 2, 2048)))
+    return _merged(requests, sizes, rates.tolist(), duration_s)
+
+
+def replicated(trace: Trace, models: int, seed: int, duration_s: float | None = None) -> Workload:
+    """Models of the trace in random order, each again and again, every copy's clock turned by a random time.
+
+    What is turned beyond the end comes at the beginning. A `duration_s` longer than the trace (None: as long) begins it
+    again. Raises ValueError."""
+    _check(models, **({} if duration_s is None else {"duration_s": duration_s}))
+    lap_s = trace.duration_s
+    if not lap_s > 0:
+        raise ValueError(f"the trace lasts {lap_s:g} s: at least two requests at different times are needed")
+    rng = np.random.default_rng(seed)
+    rounds = [rng.permutation(len(trace.names)) for _ in range(math.ceil(models / len(trace.names)))]
+    of_model = [np.flatnonzero(trace.model == index) for index in range(len(trace.names))]
+    rows = [of_model[original] for original in np.concatenate(rounds)[:models]]
+    requests = [
+        _turned(trace, own, float(stream.random()) * lap_s, duration_s or lap_s)
+        for own, stream in zip(rows, rng.spawn(models), strict=True)
+    ]
+    return _merged(requests, BASE_SIZES, [len(own) / lap_s for own in rows], duration_s or lap_s)
+
+
+def servegen(
+    windows: Mapping[str, ClientWindows],
+    lengths: Mapping[str, ClientLengths],
+    models: int,
+    seed: int,
+    rate: float = 0.1,
+    duration_s: float = 600.0,
+) -> Workload:
+    """Each model is asked as one client of a large service asked in ten minutes: as bursty, at lengths as its own.
+
+    Clients' rates span five orders of magnitude: their square roots, in the mean `rate`, at most 1 per second.
+    Raises ValueError."""
+    _check(models, rate=rate, duration_s=duration_s)
+    clients = sorted(name for name in windows.keys() & lengths.keys() if len(windows[name].rate) > _WINDOWS_LEAST)
+    if not clients:
+        raise ValueError(f"no client has more than {_WINDOWS_LEAST} windows and known lengths")
+    streams = np.random.default_rng(seed).spawn(models)
+    chosen = [clients[stream.integers(len(clients))] for stream in streams]
+    places = [stream.integers(len(windows[name].rate)) for stream, name in zip(streams, chosen, strict=True)]
+    roots = np.sqrt([min(windows[name].rate[place], 50.0) for name, place in zip(chosen, places, strict=True)])
+    rates = np.minimum(roots / roots.mean() * rate, 1.0)
+    requests = []
+    for stream, name, place, own_rate in zip(streams, chosen, places, rates, strict=True):
+        at_s = _arrivals(stream, _gaps(windows[name], int(place)), float(own_rate), duration_s)
+        own = lengths[name]
+        prompt = quantiles(own.shares, own.prompt_tokens)(stream, len(at_s))
+        output = quantiles(own.shares, own.output_tokens)(stream, len(at_s))
+        requests.append(_Requests(at_s, _whole(prompt, 4, 8000), _whole(output, 2, 4096)))
+    return _merged(requests, BASE_SIZES, rates.tolist(), duration_s)
+
+
+_CV_MOST = 100
+_WINDOWS_LEAST = 50  # of a client: others were there too shortly to say how they behave
+
+
+def _check(models: int, **positive: float) -> None:
+    if models < 1:
+        raise ValueError(f"models are {models}: at least one is needed")
+    for name, value in positive.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} is {value:g}: it must be finite and more than 0")
+
+
+# ── lengths ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Distribution = Callable[[np.random.Generator, int], Floats]
+
+
+def log_normal(median: float, sigma: float) -> Distribution:
+    return lambda rng, count: rng.lognormal(math.log(median), sigma, count)
+
+
+def quantiles(shares: Floats, values: Floats) -> Distribution:
+    return lambda rng, count: np.interp(rng.random(count), shares, values)
+
+
+def _log_quantiles(shares: Floats, values: Floats) -> Distribution:
+    logs = quantiles(shares, np.log(values))
+    return lambda rng, count: np.exp(logs(rng, count))
+
+
+_SHARES = np.array([0, 0.5, 0.8, 0.95, 0.99, 1])
+
+# Tokens of prompts and of outputs.
+LENGTHS: dict[str, tuple[Distribution, Distribution]] = {
+    "sharegpt": (log_normal(100, 1.25), log_normal(167, 0.9)),  # means about 215 and 250
+    "ox2": (log_normal(100, 1.25), log_normal(2 * 167, 0.9)),
+    "ix2": (log_normal(2 * 100, 1.25), log_normal(167, 0.9)),
+    "gpt4": (  # ShareGPT-GPT4: quantiles of table 1 of the Llumnix paper
+        _log_quantiles(_SHARES, np.array([5, 74, 348, 1484, 3388, 6000])),
+        quantiles(_SHARES, np.array([5, 487, 781, 988, 1234, 2000])),
+    ),
+    "code": (log_normal(1465, 0.8), log_normal(13, 1.1)),  # medians of Azure's coding service, 2023
+}
+
+
+def _whole(tokens: Floats, least: int, most: int) -> Ints:
+    return np.clip(tokens, least, most).astype(np.int32)
+
+
+# ── arrivals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Gaps(Protocol):
+    """Between the requests of one model, in units of their mean."""
+
+    def draw(self, rng: np.random.Generator, count: int) -> Floats: ...
+
+    def residual(self, rng: np.random.Generator) -> float:
+        """From any moment to the next request. A moment falls into a gap the more likely the longer it is."""
+        ...
+
+
+class Gamma(NamedTuple):
+    shape: float
+
+    def draw(self, rng: np.random.Generator, count: int) -> Floats:
+        return rng.gamma(self.shape, 1 / self.shape, count)
+
+    def residual(self, rng: np.random.Generator) -> float:
+        return rng.random() * rng.gamma(self.shape + 1, 1 / self.shape)
+
+
+class Weibull(NamedTuple):
+    shape: float
+
+    def draw(self, rng: np.random.Generator, count: int) -> Floats:
+        return rng.weibull(self.shape, count) / math.gamma(1 + 1 / self.shape)
+
+    def residual(self, rng: np.random.Generator) -> float:
+        longer: float = rng.gamma(1 + 1 / self.shape) ** (1 / self.shape)
+        return rng.random() * longer / math.gamma(1 + 1 / self.shape)
+
+
+def _gaps(windows: ClientWindows, place: int) -> Gaps:
+    """Below these shapes hardly any model has a request at all while it is looked at."""
+    shape = float(windows.shape[place])
+    return Gamma(max(0.02, shape)) if windows.gamma[place] else Weibull(max(0.2, shape))
+
+
+def _arrivals(rng: np.random.Generator, gaps: Gaps, rate: float, duration_s: float) -> Floats:
+    """Stationary: as many in the mean at the beginning as later, however bursty."""
+    chunk = math.ceil(rate * duration_s) + 16
+    times = np.array([gaps.residual(rng)])
+    while times[-1] < rate * duration_s:
+        times = np.concatenate([times, times[-1] + np.cumsum(gaps.draw(rng, chunk))])
+    at_s: Floats = times / rate
+    return at_s[at_s < duration_s]
+
+
+# ── putting together ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Requests(NamedTuple):
+    """Of one model, in any order."""
+
+    at_s: Floats
+    prompt_tokens: Ints
+    output_tokens: Ints
+
+
+def _turned(trace: Trace, rows: npt.NDArray[np.intp], by_s: float, duration_s: float) -> _Requests:
+    lap_s = trace.duration_s
+    laps = math.ceil(duration_s / lap_s)
+    once = (trace.at_s[rows] + by_s) % lap_s
+    at_s = np.concatenate([once + lap * lap_s for lap in range(laps)])
+    kept = at_s < duration_s
+    return _Requests(
+        at_s[kept],
+        np.tile(trace.prompt_tokens[rows], laps)[kept],
+        np.tile(trace.output_tokens[rows], laps)[kept],
+    )
+
+
+def _merged(
+    requests: Sequence[_Requests], sizes: Sequence[ModelSize], rates: Iterable[float], duration_s: float
+) -> Workload:
+    at_s = np.concatenate([own.at_s for own in requests])
+    model = np.repeat(np.arange(len(requests), dtype=np.int32), [len(own.at_s) for own in requests])
+    order = np.argsort(at_s, kind="stable")  # at the same time: the model with the smaller index first
+    return Workload(
+        models=[msgspec.structs.replace(sizes[index % len(sizes)], name=f"m{index}") for index in range(len(requests))],
+        rates=list(rates),
+        duration_s=duration_s,
+        at_s=at_s[order],
+        model=model[order],
+        prompt_tokens=np.concatenate([own.prompt_tokens for own in requests])[order],
+        output_tokens=np.concatenate([own.output_tokens for own in requests])[order],
+    )
