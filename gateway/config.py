@@ -11,7 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from runtime.policy.turns import POLICIES
+from runtime.policy.by_name import POLICIES
 
 PREFIX = "STACCATO_"
 
@@ -45,7 +45,7 @@ class Settings(BaseSettings):
     device_memory: ByteSize = Field(ByteSize(512 << 20), ge=4 << 20)  # each runtime's pool of pages
     # Images of models and parked requests, of all runtimes together:
     host_cache: ByteSize = Field(ByteSize(_memory() // 2), ge=16 << 20)
-    policy: str = "round-robin"
+    policy: str = "slack"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     body_limit_bytes: ByteSize = ByteSize(8 << 20)
     header_deadline_s: float = Field(10.0, gt=0)

@@ -8,17 +8,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway import billing, deployments, models, tenants
+from gateway import billing, deployments, metrics, models, tenants
 from gateway.api import Act, Call, endpoint
 from gateway.auth import Auth
 from gateway.deployments import Serving
 from gateway.errors import Problem
 from gateway.fleet import Fleet
 from gateway.models import Imports
+from gateway.objectives import label
 from gateway.rollout import Rollout
+from gateway.status import attainment
 from store import deployments as stored
 from store.db import Database
 from store.wire import Lease
@@ -42,6 +45,7 @@ class Control:
         self, database: Database, auth: Auth, fleet: Fleet, engines: Engines, model_roots: tuple[Path, ...]
     ) -> None:
         self._database, self._auth, self._fleet = database, auth, fleet
+        self._metrics = metrics.registry(fleet)
         self.rollout = Rollout(database, fleet, auth)
         self._imports = Imports(database, engines.architectures, model_roots)
         self._serving = Serving(fleet, self.rollout, engines.tool_parsers, engines.reasoning_parsers)
@@ -64,6 +68,7 @@ class Control:
             self._route("POST", "/tenants", tenants.create, admin=True),
             self._route("GET", "/tenants", tenants.listed, admin=True),
             self._route("GET", "/tenants/{tenant}", tenants.get, admin=True),
+            self._route("PATCH", "/tenants/{tenant}", tenants.change, admin=True),
             self._route("DELETE", "/tenants/{tenant}", tenants.delete, admin=True),
             self._route("POST", "/tenants/{tenant}/keys", tenants.create_key),
             self._route("GET", "/tenants/{tenant}/keys", tenants.list_keys),
@@ -86,6 +91,7 @@ class Control:
             self._route("GET", "/usage", billing.show_usage),
             self._route("GET", "/billing/export", billing.export),
             self._route("GET", "/gpus", self._gpus, admin=True),
+            self._route("GET", "/metrics", self._show_metrics, admin=True),
             Route(PREFIX + "/{path:path}", endpoint(_nowhere, self._database, self._auth), methods=list(_METHODS)),
         ]
 
@@ -102,13 +108,17 @@ class Control:
         """Who holds which device now."""
         async with self._database.read() as connection:
             found = await stored.everything(connection)
-        users: dict[str, list[str]] = {}
+        users: dict[str, dict[str, str]] = {}  # engine key → its deployments' names → their labels
         for deployment in found:
             for revision in deployment.live:
                 name = f"{deployment.tenant}/{deployment.name}@{revision.number}"
-                users.setdefault(revision.engine.key, []).append(name)
+                users.setdefault(revision.engine.key, {})[name] = label(deployment.tenant_id, deployment.id)
         gpus = [_gpu(lease, users) for lease in self._fleet.leases.values()]
         return JSONResponse({"data": gpus, "next_cursor": None})
+
+    async def _show_metrics(self, call: Call) -> Response:
+        """Tenants and what they do: not for `/metrics`, which needs no key."""
+        return Response(generate_latest(self._metrics), media_type=CONTENT_TYPE_LATEST)
 
 
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -118,7 +128,7 @@ async def _nowhere(call: Call) -> Response:
     raise Problem(404, "no_such_route", f"there is no {call.request.method} {call.request.url.path}")
 
 
-def _gpu(lease: Lease, users: dict[str, list[str]]) -> dict[str, object]:
+def _gpu(lease: Lease, users: dict[str, dict[str, str]]) -> dict[str, object]:
     return {
         "id": lease.runtime,
         "engine": lease.engine,
@@ -129,7 +139,7 @@ def _gpu(lease: Lease, users: dict[str, list[str]]) -> dict[str, object]:
         "used_bytes": lease.pages_used * lease.page_bytes,
         "models": {
             key: {
-                "deployments": sorted(users.get(key, [])),
+                "deployments": sorted(users.get(key, {})),
                 "residency": state.residency.name.lower(),
                 "error": state.error or None,
                 "load_ms": state.load_ms,
@@ -142,6 +152,11 @@ def _gpu(lease: Lease, users: dict[str, list[str]]) -> dict[str, object]:
                 "waiting": state.waiting,
                 "turns": state.turns,
                 "tokens": state.tokens,
+                "attainment": attainment(
+                    lease.attainment[label]
+                    for label in sorted(set(users.get(key, {}).values()))
+                    if label in lease.attainment
+                ),
             }
             for key, state in sorted(lease.models.items())
         },

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.api import Answer, Body, Call, Name, converted, etag, merged, one_of, time_text
 from gateway.errors import Problem, invalid, not_found
 from gateway.fleet import Fleet
+from gateway.objectives import label
 from gateway.rollout import Rollout
 from gateway.status import status
 from store import deployments, models, tenants, wire
@@ -229,6 +230,6 @@ def show(deployment: Deployment, fleet: Fleet) -> dict[str, object]:
         **msgspec.to_builtins(spec),
         "digest": deployment.active.engine.digest,
         "engine": deployment.active.engine.key,
-        "status": status(deployment, active, target),
+        "status": status(deployment, active, target, fleet.attained(label(deployment.tenant_id, deployment.id))),
         "created_at": time_text(deployment.created_us),
     }

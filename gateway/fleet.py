@@ -57,6 +57,10 @@ class Fleet:
         """Where the model is, by runtime id."""
         return {id: lease.models[key] for id, lease in self.leases.items() if key in lease.models}
 
+    def attained(self, label: str) -> list[wire.Attained]:
+        """How requests with this label kept their objective, on each runtime since it started."""
+        return [lease.attainment[label] for lease in self.leases.values() if label in lease.attainment]
+
     def choose(self, key: str, avoid: frozenset[str] = frozenset()) -> str | None:
         """The runtime to try: one that has the model on the device, else in the host's memory; then the one with the
         fewest requests for it.

@@ -52,7 +52,9 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from gateway.fleet import Fleet
 from gateway.meter import Call, Meter
+from gateway.objectives import label
 from gateway.relay import Refused, Relay
+from runtime.request import Objective
 from store import wire
 from store.bus import BusError, TooLarge
 from store.wire import Delta, EngineSpec, Finish, Refusal
@@ -85,6 +87,8 @@ class Served:
     cache_salt: str  # of the tenant: prefixes are never shared across tenants
     call: Call
     deadline: float  # monotonic; a model must take the request until then
+    arrived_at: float  # monotonic
+    objective: Objective
     streaming: bool = False
     made_tokens: int = 0  # handed to the code that writes the response
 
@@ -154,10 +158,13 @@ class BusCore:
             max_tokens=(sampling.max_tokens if sampling else None) or 0,
             payload=bytes(cast(bytes, payload)),
             engine=self._engine,
+            label=label(served.call.opened.tenant_id, served.call.opened.deployment_id),
+            tbt_s=served.objective.tbt_s,
+            patience_s=served.objective.patience_s,
         )
-        await self._place(run, request.request_id, served.deadline)
+        await self._place(run, request.request_id, served)
 
-    async def _place(self, run: wire.Run, request_id: str, deadline: float) -> None:
+    async def _place(self, run: wire.Run, request_id: str, served: Served) -> None:
         """Try runtimes until one takes it or the time is up."""
         fleet, avoid, last = self._deps.fleet, set[str](), "no runtime is up that can serve the model"
         while True:
@@ -167,7 +174,9 @@ class BusCore:
                 stream = self._deps.relay.number()
                 self._request_of[stream], self._stream_of[request_id] = request_id, stream
                 try:
-                    await self._deps.relay.run(runtime, wire.replace(run, stream=stream), self)
+                    # What it waited here counts: the client's clock does not start anew at the runtime.
+                    ttft_s = served.arrived_at + served.objective.ttft_s - time.monotonic()
+                    await self._deps.relay.run(runtime, wire.replace(run, stream=stream, ttft_s=ttft_s), self)
                     return
                 except TooLarge as error:
                     self._forget(request_id)
@@ -182,7 +191,7 @@ class BusCore:
                 except asyncio.CancelledError:
                     self._forget(request_id)
                     raise
-            left_s = deadline - time.monotonic()
+            left_s = served.deadline - time.monotonic()
             if left_s <= 0:
                 raise GracefulHTTPError(f"the request waited its longest time: {last}", HTTPStatus.SERVICE_UNAVAILABLE)
             await fleet.change(min(left_s, HOLD_POLL_S))

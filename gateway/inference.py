@@ -28,6 +28,7 @@ from gateway.fleet import COLDNESS, Fleet
 from gateway.front import Front, Fronts, Served
 from gateway.limits import Disconnected, TooLong, TooSlow, read_body
 from gateway.meter import Call, Meter, MeterFull
+from gateway.objectives import objective
 from store import wire
 from store.db import DatabaseError
 
@@ -92,7 +93,8 @@ class Inference:
         body = await self._body(request)
         name = _model(body)
         target = await self._target(caller, name)
-        deadline = time.monotonic() + min(self.limits.hold_deadline_s, _prefer_wait_s(request))
+        arrived_at = time.monotonic()
+        deadline = arrived_at + min(self.limits.hold_deadline_s, _prefer_wait_s(request))
         cold = await self._hold(target, deadline)
         front = await self._front(target)
         exchange = Exchange(request, send, request_id, route, body)
@@ -100,7 +102,8 @@ class Inference:
             await exchange.pass_on(self.fronts, front, None, send, asyncio.Event().wait())
             return None
         call = self._open(request_id, caller, target)
-        served = Served(name, self._cache_salt(caller), call, deadline)
+        due = objective(target.slo, target.priority, target.tenant_weight)
+        served = Served(name, self._cache_salt(caller), call, deadline, arrived_at, due)
         headers = {"x-request-id": request_id, "x-staccato-cold": cold}
         await self._serve(exchange, front, served, Answer(send, served, self.meter, headers))
         return None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+import msgspec
+
+from gateway.objectives import objective, unmeetable
+from runtime.attainment import shares
 from store.deployments import Deployment, Revision
-from store.wire import ModelState, Residency
+from store.wire import Attained, ModelState, Residency
 
 # Of several runtimes the one that is furthest speaks for all.
 _FURTHEST = (
@@ -20,7 +24,7 @@ _FURTHEST = (
 States = Mapping[str, ModelState]  # runtime id → state of one engine
 
 
-def status(deployment: Deployment, active: States, target: States) -> dict[str, object]:
+def status(deployment: Deployment, active: States, target: States, attained: Iterable[Attained]) -> dict[str, object]:
     residency = _residency(active)
     loads_ms = [state.load_ms for state in active.values() if state.load_ms > 0]
     return {
@@ -32,7 +36,13 @@ def status(deployment: Deployment, active: States, target: States) -> dict[str, 
         "conditions": _conditions(deployment, active, target),
         "progress": None,
         "last_cold_start_ms": round(max(loads_ms), 1) if loads_ms else None,
+        "attainment": attainment(attained),
     }
+
+
+def attainment(attained: Iterable[Attained]) -> object:
+    """What runtime/attainment.py makes of it, for JSON; None when no request ended."""
+    return msgspec.to_builtins(shares(attained))
 
 
 def phase(desired_state: str, states: States) -> str:
@@ -59,12 +69,34 @@ def _residency(states: States) -> Residency | None:
 
 def _conditions(deployment: Deployment, active: States, target: States) -> list[dict[str, object]]:
     conditions = _failures("RevisionFailed", deployment.active, active)
+    conditions += _unmeetable(deployment, deployment.active, active)
     if deployment.target is not None:
         failures = _failures("TargetFailed", deployment.target, target)
         waiting = f"revision {deployment.target.number} takes the traffic once a runtime has loaded it"
         pending = {"type": "TargetPending", "revision": deployment.target.number, "runtime": None, "message": waiting}
         conditions += failures or [pending]
+        conditions += _unmeetable(deployment, deployment.target, target)
     return conditions
+
+
+def _unmeetable(deployment: Deployment, revision: Revision, states: States) -> list[dict[str, object]]:
+    """A warning: it is served all the same, for a late answer is better than none. The fastest runtime decides."""
+    spec = revision.spec
+    able = [state for state in states.values() if state.residency is not Residency.FAILED]
+    message = unmeetable(
+        objective(spec.slo, spec.priority, deployment.tenant_weight),
+        step_alone_s=_least(state.step_ms for state in able) / 1000,
+        prefill_longest_s=_least(state.prefill_ms for state in able) / 1000,
+        load_s=0.0 if revision.engine.pinned else _least(state.fetch_ms for state in able) / 1000,
+    )
+    if message is None:
+        return []
+    return [{"type": "ObjectiveUnmeetable", "revision": revision.number, "runtime": None, "message": message}]
+
+
+def _least(costs_ms: Iterable[float]) -> float:
+    """Of those that were measured; 0: none was."""
+    return min((cost_ms for cost_ms in costs_ms if cost_ms > 0), default=0.0)
 
 
 def _failures(kind: str, revision: Revision, states: States) -> list[dict[str, object]]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import JSONResponse, Response
 
-from gateway.api import Answer, Body, Call, time_text, time_us
+from gateway.api import Answer, Body, Call, converted, merged, time_text, time_us
 from gateway.auth import Caller
 from gateway.errors import Problem, invalid, not_found
+from gateway.objectives import WEIGHT_LEAST, WEIGHT_MOST
 from store import tenants
 from store.db import now_us
 from store.tenants import OVERLAP_US, Key, Tenant, TenantInUse
@@ -19,7 +20,11 @@ from store.tenants import OVERLAP_US, Key, Tenant, TenantInUse
 TenantName = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
 
 
-class NewTenant(Body, frozen=True):
+class TenantSettings(Body, frozen=True, kw_only=True):
+    weight: Annotated[float, Meta(ge=WEIGHT_LEAST, le=WEIGHT_MOST)] = 1.0  # of its patience, see gateway/objectives.py
+
+
+class NewTenant(TenantSettings, frozen=True, kw_only=True):
     name: TenantName
 
 
@@ -40,7 +45,7 @@ async def create(call: Call) -> Response:
     body = await call.body(NewTenant)
 
     async def deed(connection: AsyncConnection) -> Answer:
-        tenant = await tenants.create(connection, body.name, now_us())
+        tenant = await tenants.create(connection, body.name, now_us(), body.weight)
         await call.record(connection, "tenant.created", tenant.id, tenant.id)
         return Answer(201, show(tenant))
 
@@ -55,6 +60,18 @@ async def listed(call: Call) -> Response:
 async def get(call: Call) -> Response:
     async with call.database.read() as connection:
         return JSONResponse(show(await _find(call, connection)))
+
+
+async def change(call: Call) -> Response:
+    """A merge patch."""
+    patch = await call.body(dict[str, Any])
+    async with call.database.write() as connection:
+        tenant = await _find(call, connection, lock=True)
+        settings = converted(merged({"weight": tenant.weight}, patch), TenantSettings)
+        tenant = await tenants.weigh(connection, tenant, settings.weight)
+        await call.record(connection, "tenant.changed", tenant.id, tenant.id, f"weight {tenant.weight:g}")
+    call.auth.forget()
+    return JSONResponse(show(tenant))
 
 
 async def delete(call: Call) -> Response:
@@ -77,7 +94,12 @@ async def _find(call: Call, connection: AsyncConnection, lock: bool = False) -> 
 
 
 def show(tenant: Tenant) -> dict[str, object]:
-    return {"id": tenant.id, "name": tenant.name, "created_at": time_text(tenant.created_us)}
+    return {
+        "id": tenant.id,
+        "name": tenant.name,
+        "weight": tenant.weight,
+        "created_at": time_text(tenant.created_us),
+    }
 
 
 # ── keys ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

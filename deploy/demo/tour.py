@@ -91,7 +91,7 @@ async def deploy_models(platform: Platform) -> None:
 
 
 def deploy_line(tenant: str, model: str) -> str:
-    line = f"deploy {model} --tenant {tenant} --model {MODELS / model} --dtype float32"
+    line = f"deploy {model} --tenant {tenant} --model {MODELS / model} --dtype float32 --ttft 300ms --tbt 500ms"
     return f"{line} {OPTIONS[model]}" if model in OPTIONS else line
 
 

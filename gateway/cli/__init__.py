@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import typer
 
-from gateway.cli import billing, chat, deployments, models, serve, tenants
+from gateway.cli import billing, chat, deployments, models, profile, serve, sim, tenants
 from gateway.cli.api import CliError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "runtime": serve.runtime,
     "ledger": serve.ledger,
     "doctor": serve.doctor,
+    "profile": profile.profile,
     "version": serve.version,
     "deploy": deployments.deploy,
     "ls": deployments.list_deployments,
@@ -36,10 +37,14 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "chat": chat.chat,
     "usage": billing.usage,
 }
+SIMULATOR = {"sim": sim.sim, "plan": sim.plan}
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 GROUPS = {"tenant": tenants.tenant, "key": tenants.key, "model": models.model, "bill": billing.bill}
 
 for name, command in COMMANDS.items():
     app.command(name)(command)
+for name, command in SIMULATOR.items():
+    app.command(name, context_settings=PASSED_ON)(command)
 for name, group in GROUPS.items():
     app.add_typer(group, name=name)
 

@@ -32,6 +32,7 @@ DETAILS = DEPLOYMENT | {
     "DESIRED": "status.desired_state",
     "RESIDENCY": "status.residency",
     "CONDITIONS": "status.conditions",
+    "ATTAINMENT": "status.attainment",
     "DTYPE": "dtype",
     "MAX LEN": "max_model_len",
     "OBJECTIVE": "slo",
@@ -49,6 +50,8 @@ ON_DEVICE = {
     "WAITING": "waiting",
     "TURNS": "turns",
     "TOKENS": "tokens",
+    "ON TIME": "attainment.token",
+    "FIRST ON TIME": "attainment.first_token",
     "LOAD MS": "load_ms",
     "FETCHES": "fetches",
     "WEIGHTS MIB": "weights_mib",
@@ -84,7 +87,9 @@ def deploy(
     ttft: Duration = None,
     tbt: Duration = None,
     priority: Priority = Priority.normal,
-    idle: Annotated[str, typer.Option(help="Asleep after so long without a request: auto, never or as 30s.")] = "auto",
+    idle: Annotated[
+        str, typer.Option(help="Asleep without requests: auto (when others need its memory), never, or after as 30s.")
+    ] = "auto",
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together.")] = None,
     tool_parser: Annotated[str | None, typer.Option(help="vLLM's name of the tool call format, as hermes.")] = None,
     wait: Annotated[bool, typer.Option(help="Until it serves.")] = True,
@@ -109,6 +114,8 @@ def deploy(
         row = gateway.post(route("deployments"), {**body, "model": known})
         if wait:
             row = until_serving(gateway, row, timeout)
+    for warning in messages(row, "ObjectiveUnmeetable"):
+        note(f"warning: {warning}")
     if json:
         print_json(row)
     else:
@@ -152,9 +159,14 @@ def until_serving(gateway: Gateway, row: Row, timeout_s: float) -> Row:
 
 
 def failure(row: Row) -> str:
+    return "; ".join(messages(row, "RevisionFailed")) or "no runtime said why"
+
+
+def messages(row: Row, kind: str) -> list[str]:
+    """Of the conditions of this type."""
     conditions = at(row, "status.conditions")
-    messages = [text(at(condition, "message")) for condition in conditions] if isinstance(conditions, list) else []
-    return "; ".join(messages) or "no runtime said why"
+    found = conditions if isinstance(conditions, list) else []
+    return [text(at(condition, "message")) for condition in found if at(condition, "type") == kind]
 
 
 def _print_endpoint(url: str, row: Row) -> None:

@@ -20,7 +20,7 @@ def up(
     data: Annotated[Path | None, typer.Option(help="Folder of everything kept. [default: .staccato]")] = None,
     runtimes: Annotated[int | None, typer.Option(help="How many. [default: 1]", show_default=False)] = None,
     device_memory: Annotated[str | None, typer.Option(help="Of each, without a GPU. [default: 512MiB]")] = None,
-    policy: Annotated[str | None, typer.Option(help="Whose turn it is. [default: round-robin]")] = None,
+    policy: Annotated[str | None, typer.Option(help="Whose turn it is. [default: slack]")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the processes write.")] = False,
     json: Json = False,
 ) -> None:

@@ -13,7 +13,7 @@ from gateway.cli.output import note, print_json, print_row, print_rows
 tenant = typer.Typer(help="Tenants: who deploys, asks and pays.", no_args_is_help=True)
 key = typer.Typer(help="API keys of a tenant.", no_args_is_help=True)
 
-TENANT = {"NAME": "name", "ID": "id", "CREATED": "created_at"}
+TENANT = {"NAME": "name", "ID": "id", "WEIGHT": "weight", "CREATED": "created_at"}
 KEY = {
     "ID": "id",
     "NAME": "name",
@@ -28,10 +28,16 @@ KeyId = Annotated[str, typer.Argument(metavar="KEY_ID", help="As `staccato key l
 
 
 @tenant.command("create")
-def create_tenant(name: str, url: Url = None, key: Key = None, json: Json = False) -> None:
+def create_tenant(
+    name: str,
+    weight: Annotated[float, typer.Option(help="Under overload, tokens of more weight are given up later.")] = 1.0,
+    url: Url = None,
+    key: Key = None,
+    json: Json = False,
+) -> None:
     """Create a tenant."""
     with connect(url, key) as gateway:
-        print_row(gateway.post(route("tenants"), {"name": name}), TENANT, json)
+        print_row(gateway.post(route("tenants"), {"name": name, "weight": weight}), TENANT, json)
 
 
 @tenant.command("ls")

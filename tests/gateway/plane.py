@@ -20,7 +20,7 @@ from gateway.fleet import Fleet
 from store import wire
 from store.bus import Bus
 from store.db import Database
-from store.wire import ModelState
+from store.wire import Attained, ModelState
 from tests.conftest import NatsServer
 from tests.store.folders import SUPPORTED, write_model
 
@@ -67,10 +67,23 @@ class Plane:
 
         return await until(inspected)
 
-    async def report(self, states: Mapping[str, ModelState], runtime: str = "r1", pool_bytes: int = 0) -> None:
+    async def report(
+        self,
+        states: Mapping[str, ModelState],
+        runtime: str = "r1",
+        pool_bytes: int = 0,
+        attainment: Mapping[str, Attained] | None = None,
+    ) -> None:
         """What the runtime says of its models; returns when the gateway has heard it."""
         pages = dict(page_bytes=1 << 12, pages_total=pool_bytes >> 12)
-        lease = wire.Lease(runtime=runtime, epoch=1, engine="test", models=dict(states), **pages)
+        lease = wire.Lease(
+            runtime=runtime,
+            epoch=1,
+            engine="test",
+            models=dict(states),
+            attainment=dict(attainment or {}),
+            **pages,
+        )
         await self.bus.put(wire.LEASES, runtime, lease)
 
         async def heard() -> bool:

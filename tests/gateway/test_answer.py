@@ -11,6 +11,7 @@ from starlette.types import Message
 from gateway.answer import Answer
 from gateway.front import Served
 from gateway.meter import Call
+from runtime.request import Objective
 from tests.store.test_bus import usage
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM and torch, which the front imports
@@ -38,7 +39,7 @@ async def answered(status: int, header: tuple[bytes, bytes], *bodies: bytes, mad
         sent.append(message)
 
     call, meter = Call(usage("q"), 0), Counted()
-    served = Served("faq", "", call, 0.0)
+    served = Served("faq", "", call, 0.0, 0.0, Objective())
     answer = Answer(send, served, meter, {"x-request-id": "q", "x-staccato-cold": "none"})  # type: ignore[arg-type]
     await answer.send({"type": "http.response.start", "status": status, "headers": [header]})
     assert sent == [], "the head waits for the body"

@@ -66,14 +66,14 @@ class Runtime:
             self._models[key] = (
                 wire.ModelState(residency=Residency.FAILED, error="the beast does not load")
                 if broken
-                else wire.ModelState(residency=Residency.RESIDENT, load_ms=12.5)
+                else wire.ModelState(residency=Residency.RESIDENT, load_ms=12.5, step_ms=8.0)
             )
         self._due.set()
 
     async def _control(self, data: bytes) -> wire.Reply:
         order = wire.decode(wire.Control, data)
         state = Residency.COLD if order.op == "sleep" else Residency.RESIDENT
-        self._models[order.model] = wire.ModelState(residency=state, load_ms=12.5)
+        self._models[order.model] = wire.ModelState(residency=state, load_ms=12.5, step_ms=8.0)
         self._due.set()
         return wire.Reply()
 
@@ -194,7 +194,14 @@ def deployed(staccato: Staccato, tenant: str) -> str:
 def test_a_created_tenant_is_listed(staccato: Staccato, tenant: str) -> None:
     assert tenant in [row["name"] for row in staccato("tenant", "ls", "--json").json]
     listed = staccato("tenant", "ls").out.splitlines()
-    assert listed[0].split() == ["NAME", "ID", "CREATED"] and any(line.startswith(tenant) for line in listed)
+    assert listed[0].split() == ["NAME", "ID", "WEIGHT", "CREATED"] and any(line.startswith(tenant) for line in listed)
+
+
+def test_a_tenants_weight_is_said_when_it_is_made(staccato: Staccato) -> None:
+    name = f"tenant-{next(NUMBERS)}"
+    assert staccato("tenant", "create", name, "--weight", "2.5", "--json").json["weight"] == 2.5
+    heavy = staccato("tenant", "create", name + "-2", "--weight", "11")
+    assert heavy.code == USAGE and "<= 10" in heavy.err
 
 
 def test_the_same_tenant_twice_is_a_conflict(staccato: Staccato, tenant: str) -> None:
@@ -282,6 +289,11 @@ def test_a_deployment_is_listed_put_to_sleep_woken_and_removed(staccato: Staccat
     assert staccato("rm", deployed).code == 0
     gone = staccato("show", deployed)
     assert gone.code == NOT_FOUND and deployed in gone.err
+
+
+def test_an_objective_that_can_not_be_kept_is_said_when_it_is_deployed(staccato: Staccato, tenant: str) -> None:
+    ran = staccato("deploy", "hasty", "--model", str(MODELS / "faq"), "--tenant", tenant, "--tbt", "1ms")
+    assert ran.code == 0 and "warning: tokens are due every 1 ms" in ran.err and "takes 8 ms" in ran.err
 
 
 def test_ps_shows_whose_turn_it_is(staccato: Staccato, deployed: str, tenant: str) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from store import wire
-from store.wire import ModelState, Residency
+from store.wire import Attained, ModelState, Residency
 from tests.gateway.plane import Plane, made, until
 
 RESIDENT = ModelState(residency=Residency.RESIDENT, load_ms=12.0)
@@ -41,24 +42,40 @@ async def test_a_deployment_is_given_to_the_runtimes_and_shown_as_they_report(pl
     ]
 
 
-async def test_the_runtimes_are_told_all_that_an_engine_needs(plane: Plane) -> None:
+async def told(plane: Plane, deployment: Any) -> wire.EngineSpec:
+    """What the runtimes are, of its engine."""
     heard: dict[str, wire.EngineSpec] = {}
 
     def hear(key: str, value: bytes | None) -> None:
         if value:
             heard[key] = wire.decode(wire.EngineSpec, value)
 
-    await plane.bus.watch(wire.MODELS, hear)
-    _, one = await deployed(plane, dtype="float32", max_model_len=256, scaling={"idle": "30s"})
-
     async def arrived() -> bool:
-        return one["engine"] in heard
+        return deployment["engine"] in heard
 
+    await plane.bus.watch(wire.MODELS, hear)
     await until(arrived)
-    spec = heard[one["engine"]]
+    return heard[deployment["engine"]]
+
+
+async def test_the_runtimes_are_told_all_that_an_engine_needs(plane: Plane) -> None:
+    _, one = await deployed(plane, dtype="float32", max_model_len=256, scaling={"idle": "30s"})
+    spec = await told(plane, one)
     assert (spec.path, spec.digest) == (str(plane.folder / "llama"), one["digest"])
-    assert (spec.dtype, spec.max_model_len, spec.idle_s) == ("float32", 256, 30.0)
+    assert (spec.dtype, spec.max_model_len, spec.idle_s, spec.pinned) == ("float32", 256, 30.0, False)
     assert (spec.weight_bytes, spec.kv_bytes_per_token) == (136, 2048)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "idle_s", "pinned"),
+    [({}, None, False), ({"idle": "never"}, None, True), ({"min_resident": 1}, None, True)],
+)
+async def test_without_a_time_of_its_own_an_engine_sleeps_under_pressure_or_never(
+    plane: Plane, scaling: dict[str, object], idle_s: float | None, pinned: bool
+) -> None:
+    _, one = await deployed(plane, scaling=scaling)
+    spec = await told(plane, one)
+    assert (spec.idle_s, spec.pinned) == (idle_s, pinned)
 
 
 async def test_a_new_revision_takes_the_traffic_only_when_a_runtime_has_loaded_it(plane: Plane) -> None:
@@ -269,3 +286,80 @@ async def test_a_model_that_no_device_has_room_for_is_refused_with_the_numbers(p
     assert refused.json()["errors"][0]["pointer"] == "/model"
     await plane.report({}, "large", pool_bytes=1 << 30)
     made(await client.post("/deployments", json=wish))
+
+
+# ── objectives ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+KEPT = Attained(requests=2, first_on_time=2, tokens=20, on_time=20, on_time_rebased=20, time_shares=2.0)
+LATE = Attained(requests=2, first_on_time=1, tokens=20, on_time=5, on_time_rebased=15, time_shares=1.0)
+
+
+async def attained(plane: Plane, one: Any) -> str:
+    """The deployment's label; two runtimes say how its requests fared."""
+    tenant_id = (await plane.admin.get(f"/tenants/{one['tenant']}")).json()["id"]
+    label = f"{tenant_id}/{one['id']}"
+    await plane.report({one["engine"]: RESIDENT}, "r1", attainment={label: KEPT, f"{tenant_id}/other": LATE})
+    await plane.report({one["engine"]: RESIDENT}, "r2", attainment={label: LATE})
+    return label
+
+
+async def test_attainment_is_summed_over_the_runtimes_in_three_definitions(plane: Plane) -> None:
+    client, one = await deployed(plane)
+    assert one["status"]["attainment"] is None
+    await attained(plane, one)
+    assert (await status(client))["attainment"] == {
+        "token": 0.625,
+        "token_rebased": 0.875,
+        "token_time_weighted": 0.75,
+        "first_token": 0.75,
+        "requests": 4,
+    }
+
+
+async def test_another_tenants_attainment_is_not_seen(plane: Plane) -> None:
+    _, one = await deployed(plane)
+    await attained(plane, one)
+    other = await plane.tenant("other")
+    made(await other.post("/deployments", json={"name": "chat", "model": "llama"}))
+    assert (await status(other))["attainment"] is None
+    assert (await other.get(f"/deployments/{one['id']}")).status_code == 404
+    assert made(await other.get("/metrics"), 403)["code"] == "admin_only"
+
+
+async def test_the_operator_sees_the_attainment_of_each_device(plane: Plane) -> None:
+    _, one = await deployed(plane)
+    await attained(plane, one)
+    gpus = (await plane.admin.get("/gpus")).json()["data"]
+    assert [gpu["models"][one["engine"]]["attainment"]["token"] for gpu in gpus] == [1.0, 0.25]
+
+
+async def test_prometheus_reads_each_runtimes_counters(plane: Plane) -> None:
+    _, one = await deployed(plane)
+    tenant_id, _, deployment_id = (await attained(plane, one)).partition("/")
+    said = (await plane.admin.get("/metrics")).text.splitlines()
+    labels = f'deployment_id="{deployment_id}",runtime="r2",tenant_id="{tenant_id}"'
+    assert f"staccato_tokens_on_time_total{{{labels}}} 5.0" in said
+    assert f"staccato_requests_total{{{labels}}} 2.0" in said
+
+
+async def test_an_objective_that_no_runtime_can_keep_is_a_warning_and_no_refusal(plane: Plane) -> None:
+    client, one = await deployed(plane, slo={"tbt_ms": 1})
+    await plane.report({one["engine"]: RESIDENT})
+    assert (await status(client))["conditions"] == []  # not measured yet
+    slow, slower = (msgspec.structs.replace(RESIDENT, step_ms=ms) for ms in (8.0, 20.0))
+    await plane.report({one["engine"]: slow}, "r1")
+    await plane.report({one["engine"]: slower}, "r2")
+    await plane.report({one["engine"]: RESIDENT}, "r3")  # has not measured it
+    (condition,) = (await status(client))["conditions"]
+    assert (condition["type"], condition["revision"]) == ("ObjectiveUnmeetable", 1)
+    assert "every 1 ms" in condition["message"] and "takes 8 ms" in condition["message"]
+    assert (await status(client))["phase"] == "awake"
+    await plane.report({one["engine"]: msgspec.structs.replace(RESIDENT, step_ms=0.5)}, "r2")
+    assert (await status(client))["conditions"] == []  # one that is fast enough is enough
+
+
+@pytest.mark.parametrize(("idle", "said"), [("auto", ["ObjectiveUnmeetable"]), ("never", [])])
+async def test_how_long_waking_takes_counts_for_what_may_sleep(plane: Plane, idle: str, said: list[str]) -> None:
+    client, one = await deployed(plane, slo={"ttft_ms": 100}, scaling={"idle": idle})
+    await plane.report({one["engine"]: msgspec.structs.replace(RESIDENT, fetch_ms=300.0, prefill_ms=40.0)})
+    assert [condition["type"] for condition in (await status(client))["conditions"]] == said

@@ -14,6 +14,7 @@ from gateway.answer import Answer
 from gateway.front import Served
 from gateway.inference import Exchange
 from gateway.meter import Call
+from runtime.request import Objective
 from tests.gateway.test_answer import EVENTS, Counted
 from tests.store.test_bus import usage
 
@@ -42,7 +43,7 @@ class Endless:
 async def exchanged(receive: Receive, send: Send) -> tuple[Any, bool]:
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
     fronts = Endless()
-    served = Served("faq", "", Call(usage("q"), 0), 0.0)
+    served = Served("faq", "", Call(usage("q"), 0), 0.0, 0.0, Objective())
     answer = Answer(send, served, Counted(), {"x-staccato-cold": "none"})  # type: ignore[arg-type]
     exchange = Exchange(Request(scope, receive), send, "q", "/v1/chat/completions", b"{}")
     async with asyncio.timeout(5):

@@ -15,6 +15,26 @@ async def test_a_tenant_is_made_shown_and_deleted(plane: Plane) -> None:
     assert (await plane.admin.get("/tenants/acme")).status_code == 404
 
 
+async def test_a_tenants_weight_is_set_changed_and_bounded(plane: Plane) -> None:
+    assert made(await plane.admin.post("/tenants", json={"name": "acme", "weight": 2.5}))["weight"] == 2.5
+    assert made(await plane.admin.post("/tenants", json={"name": "other"}))["weight"] == 1.0
+    assert made(await plane.admin.patch("/tenants/acme", json={}), 200)["weight"] == 2.5
+    assert made(await plane.admin.patch("/tenants/acme", json={"weight": 0.1}), 200)["weight"] == 0.1
+    assert (await plane.admin.get("/tenants/acme")).json()["weight"] == 0.1
+    assert made(await plane.admin.patch("/tenants/acme", json={"weight": None}), 200)["weight"] == 1.0
+    for weight in (0, 0.09, 10.1, "much"):
+        answers = (
+            await plane.admin.post("/tenants", json={"name": "third", "weight": weight}),
+            await plane.admin.patch("/tenants/acme", json={"weight": weight}),
+        )
+        assert [made(answer, 422)["errors"][0]["pointer"] for answer in answers] == ["/weight", "/weight"]
+
+
+async def test_a_tenant_can_not_weigh_itself(plane: Plane) -> None:
+    client = await plane.tenant("acme")
+    assert made(await client.patch("/tenants/acme", json={"weight": 10}), 403)["code"] == "admin_only"
+
+
 async def test_a_tenant_with_deployments_stays(plane: Plane) -> None:
     await plane.model("llama")
     client = await plane.tenant("acme")

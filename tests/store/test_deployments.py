@@ -9,7 +9,7 @@ import pytest
 from store import deployments, models, tenants
 from store.artefact import Artefact
 from store.db import Database, Taken
-from store.deployments import Deployment, Scaling, Spec, engine_of, idle_s
+from store.deployments import Deployment, Scaling, Spec, engine_of
 from store.models import Model, ModelInUse
 
 ARTEFACT = Artefact("ab" * 32, "LlamaForCausalLM", "float32", 1000, 64, 2048, ())
@@ -18,18 +18,22 @@ SPEC = Spec(model="llama")
 
 
 @pytest.mark.parametrize(
-    ("scaling", "seconds"),
+    ("scaling", "seconds", "pinned"),
     [
-        (Scaling(), 60.0),
-        (Scaling(idle="never"), None),
-        (Scaling(idle="30s"), 30.0),
-        (Scaling(idle="250ms"), 0.25),
-        (Scaling(idle="2h"), 7200.0),
-        (Scaling(idle="30s", min_resident=1), None),
+        (Scaling(), None, False),
+        (Scaling(idle="never"), None, True),
+        (Scaling(idle="30s"), 30.0, False),
+        (Scaling(idle="250ms"), 0.25, False),
+        (Scaling(idle="2h"), 7200.0, False),
+        (Scaling(idle="30s", min_resident=1), None, True),
+        (Scaling(min_resident=1), None, True),
     ],
 )
-def test_idle_is_a_time_or_never(scaling: Scaling, seconds: float | None) -> None:
-    assert idle_s(scaling) == seconds
+def test_an_engine_sleeps_under_pressure_or_after_a_time_or_never(
+    scaling: Scaling, seconds: float | None, pinned: bool
+) -> None:
+    engine = engine_of(Spec(model="llama", scaling=scaling), MODEL)
+    assert (engine.idle_s, engine.pinned) == (seconds, pinned)
 
 
 def test_an_engine_is_another_when_a_setting_that_it_is_built_with_is() -> None:
@@ -38,9 +42,10 @@ def test_an_engine_is_another_when_a_setting_that_it_is_built_with_is() -> None:
         Spec(model="llama", dtype="float32"),
         Spec(model="llama", max_model_len=512),
         Spec(model="llama", scaling=Scaling(idle="never")),
+        Spec(model="llama", scaling=Scaling(idle="30s")),
     ]
     assert len({engine_of(spec, MODEL).key for spec in same}) == 1
-    assert len({engine_of(spec, MODEL).key for spec in [SPEC, *other]}) == 4
+    assert len({engine_of(spec, MODEL).key for spec in [SPEC, *other]}) == 5
 
 
 def test_equal_files_in_another_folder_are_another_engine() -> None:

@@ -1,0 +1,25 @@
+"""`staccato sim` and `staccato plan`: the simulator, in this process's place. Arguments are its own to read."""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+import typer
+
+
+def sim(context: typer.Context) -> None:
+    """Simulate a fleet of GPUs, or search how many models each can serve."""
+    _become("sim", context.args)
+
+
+def plan(context: typer.Context) -> None:
+    """Say how many GPUs the workload of a trace needs."""
+    _become("plan", context.args)
+
+
+def _become(command: str, arguments: list[str]) -> NoReturn:
+    from gateway.up import module_command
+
+    line = [*module_command("runtime.sim"), command, *arguments]
+    os.execv(line[0], line)
