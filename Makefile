@@ -29,6 +29,12 @@ demo: setup ## the tour: deploy, chat with several models in turns, scale to zer
 up: setup ## serve on loopback until Ctrl-C
 	$(BIN)/staccato up
 
+sim: setup ## simulate 88 models on 8 GPUs; `staccato sim --help` has the rest
+	$(BIN)/staccato sim --workload base --gpus 8 --models-per-gpu 11
+
+fast: setup ## compile the simulator: the same results in half the time; until a source is edited
+	@$(BIN)/python -m runtime.sim.compiled
+
 models: setup ## train the tiny models of the demo again (they are kept in deploy/demo/models)
 	$(BIN)/python deploy/demo/train.py
 
@@ -52,7 +58,9 @@ format: setup ## rewrite the code in the house's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup ## every bench, one file per question, answers in tests/bench/README.md
-	for bench in tests/bench/bench_*.py; do $(BIN)/python $$bench || exit 1; done
+# These take hours, and are started by hand.
+LONG_BENCHES = tests/bench/bench_capacity.py tests/bench/bench_policies.py
+bench: setup ## every bench but two of hours, one file per question, answers in tests/bench/README.md
+	for bench in $(filter-out $(LONG_BENCHES),$(wildcard tests/bench/bench_*.py)); do $(BIN)/python $$bench || exit 1; done
 
-.PHONY: help setup demo up models test test-long check sanitize format bench
+.PHONY: help setup demo up sim fast models test test-long check sanitize format bench

@@ -17,9 +17,10 @@ DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 # No clock, no chance, no I/O: the same file runs in production and in a simulator.
 PURE = re.compile(
-    r"runtime/(request|model|pages|events|instance|ring|policy/\w+|engine/base|memory/index)\.py"
+    r"runtime/(attainment|cluster|costs|estimate|events|instance|model|pages|request|ring)\.py"
+    r"|runtime/(policy/\w+|engine/base|memory/index)\.py"
     r"|store/wire\.py"
-    r"|gateway/status\.py"
+    r"|gateway/(objectives|status)\.py"
 )
 IMPURE_MODULES = (
     "time",
@@ -44,6 +45,7 @@ HOMES = {
     "torch": r"runtime/engine/\w+\.py|gateway/front\.py",
     "cupy": r"runtime/memory/kernels\.py",
     "fastapi": r"gateway/front\.py",
+    "pyarrow": r"runtime/sim/trace\.py",
 }
 # The handle of a transaction goes through the gateway's hands, from `store.db` to the rest of `store`.
 HANDED_ON = ("sqlalchemy.ext.asyncio.AsyncConnection",)
@@ -51,7 +53,7 @@ HANDED_ON = ("sqlalchemy.ext.asyncio.AsyncConnection",)
 # Loopback and the names that RFCs keep for examples.
 HARMLESS_HOST = re.compile(r"(127\.0\.0\.1|localhost|0\.0\.0\.0|\[::1\]|([\w-]+\.)*example(\.(com|org|net))?)(:\S*)?$")
 PUBLIC_HOST = re.compile(
-    r"([\w-]+\.)*(github\.com|apache\.org|pytorch\.org|vllm\.ai|nats\.io|python\.org|openai\.com)$"
+    r"([\w-]+\.)*(github\.com|apache\.org|pytorch\.org|vllm\.ai|nats\.io|python\.org|openai\.com|w3\.org)$"
 )
 WRITTEN = (".py", ".md", ".toml", ".txt", ".lock", "Makefile", ".ci/run")
 MACHINE_PATH = re.compile(r"(?<![\w./-])/(work|home|root|Users|mnt|workspace)/\w+")
@@ -217,7 +219,7 @@ def test_the_rule_finds_what_breaks_it(rule: Rule, path: str, source: str) -> No
 @pytest.mark.parametrize(
     ("rule", "path", "source"),
     [
-        (wrong_directions, "gateway/config.py", "from runtime.policy.turns import POLICIES"),
+        (wrong_directions, "gateway/config.py", "from runtime.policy.by_name import POLICIES"),
         (wrong_directions, "gateway/front.py", "from runtime.engine.settings import engine_args"),
         (homeless, "gateway/models.py", "from sqlalchemy.ext.asyncio import AsyncConnection"),
         (impurities, "runtime/node.py", "import time"),

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from runtime.engine.base import BadRequest, Engine, EngineError
+from runtime.memory.native import Operation
 from runtime.request import RequestId
 from store.wire import Finish
-from tests.runtime.engines import awake, drive, payload, spec, tokens
+from tests.runtime.engines import awake, drive, payload, spec, tokens, until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM, torch and transformers, not ours
 POOL_BYTES, HOST_BYTES = 128 << 20, 256 << 20
@@ -79,6 +80,43 @@ def test_interleaved_tokens_equal_those_of_each_request_alone_on_bare_vllm(
 @pytest.fixture(scope="module")
 def bare(random_models: dict[str, Path], engines: dict[str, Engine]) -> dict[str, dict[str, list[int]]]:
     return {name: bare_vllm(path) for name, path in random_models.items()}
+
+
+@pytest.mark.parametrize("kept_pages", [0, 1])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "opt"])
+def test_weights_may_go_before_the_requests_are_out_and_these_go_on_as_if_alone(
+    engines: dict[str, Engine], model: str, kept_pages: int, bare: dict[str, dict[str, list[int]]]
+) -> None:
+    from runtime.engine.vllm import VllmEngine
+
+    engine = engines[model]
+    assert isinstance(engine, VllmEngine)
+    device, said = engine.kv.reservation.device, {RequestId(name): list[int]() for name in PROMPTS}
+    for name, arguments in PROMPTS.items():
+        engine.add(RequestId(name), payload(**arguments))
+    for _ in range(12):
+        for output in engine.step():
+            said[output.request] += output.tokens
+    held, free = engine.held(), device.stats().pages_free
+
+    device.inject(Operation.COPY, 1)  # so that requests surely are copied out when the weights have gone
+    engine.park()
+    engine.evict(held.weights - kept_pages)
+    device.settle(60)
+    assert device.stats().pages_free - free == held.weights - kept_pages, "the KV cache stays until requests are out"
+    assert (engine.held().weights, engine.held().kv) == (kept_pages, held.kv)
+    other = device.reserve(device.stats().pages_free * device.page_bytes)
+    other.map(0, other.bytes, 60)  # nothing is left in pages that another has
+    until(engine.parked)
+    other.release()
+    device.settle(60)
+    assert device.stats().pages_free - free == held.weights - kept_pages + held.kv
+
+    awake(engine, held.kv)
+    for id, outputs in drive({model: engine}, random.Random(0)).items():
+        said[id] += tokens(outputs)
+    assert said == bare[model]
+    assert engine._scheduler.recomputed == 0
 
 
 def test_the_last_output_says_why_it_is_the_last(engines: dict[str, Engine]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from runtime.engine.base import Held
@@ -20,6 +21,7 @@ from runtime.events import (
     Fetch,
     Grow,
     Lose,
+    MemoryEffect,
     Ordered,
     Park,
     Placed,
@@ -32,7 +34,7 @@ from runtime.events import (
 from runtime.model import Phase, check_due
 from runtime.request import ModelKey, RequestId
 from store.wire import Residency
-from tests.runtime.world import Engine, World, request, spec
+from tests.runtime.world import PAGE_BYTES, Engine, World, request, spec, step
 
 A, B, C = ModelKey("a"), ModelKey("b"), ModelKey("c")
 
@@ -70,6 +72,10 @@ def kinds(effects: Sequence[Effect]) -> list[type]:
 def holders(world: World) -> list[str]:
     """Of all steps so far."""
     return [effect.model for effect in world.log if isinstance(effect, Step)]
+
+
+def moves(effects: Sequence[Effect]) -> list[MemoryEffect]:
+    return [effect for effect in effects if isinstance(effect, MemoryEffect)]
 
 
 def phase(world: World, key: ModelKey) -> Phase:
@@ -173,6 +179,15 @@ def test_an_idle_model_leaves_when_its_time_is_up_and_its_weights_stay_as_cache(
     assert ask(one, "a") == [Fetch(A, 1)]
 
 
+def test_a_device_whose_last_model_left_waits_for_no_time() -> None:
+    one = World(10, {"a": 2})
+    one.hear(Placed(spec("a", idle_s=5.0)))
+    one.settle()
+    one.hear(Withdrawn(A))
+    one.settle()
+    assert not one.instance.models and one.instance.next_tick() is None
+
+
 def test_an_order_to_wake_brings_a_model_in_without_requests() -> None:
     one = world(a=2)
     one.hear(Ordered(A, awake=False))
@@ -225,7 +240,7 @@ def test_a_failed_step_loses_that_models_requests_and_no_other() -> None:
     both = world(a=2, b=2)
     ask(both, "a", "b")
     assert kinds(both.answer(fails=True)) == [Lose, Close]
-    assert both.answer() == [Step(B)]
+    assert kinds(both.answer()) == [Add, Step]
     assert both.instance.models[B].running and phase(both, A) is Phase.COLD
 
 
@@ -233,8 +248,8 @@ def test_a_request_that_the_engine_forgot_is_ended() -> None:
     one = world(a=2)
     ask(one, "a")
     one.engines[A].requests.clear()
-    (_, lost) = one.answer()
-    assert isinstance(lost, Lose) and "without finishing" in lost.error
+    (lost,) = one.answer()
+    assert isinstance(lost, Lose) and "ended without this request" in lost.error
 
 
 def test_an_engine_that_fails_outside_a_step_is_closed_and_built_again_when_asked() -> None:
@@ -302,20 +317,20 @@ def test_a_fetch_that_succeeds_forgives_those_that_failed() -> None:
 
 def test_the_next_model_is_fetched_while_the_holder_steps() -> None:
     two = world(total=11, a=4, b=4, rest="b")
-    assert ask(two, "a")[-1] == Step(A)
+    assert ask(two, "a")[-1] == step(A)
     ask(two, "b")
-    assert two.answer()[-2:] == [Fetch(B, 1), Step(A)]
+    assert two.answer()[-2:] == [Fetch(B, 1), step(A)]
     two.arrive()
     assert two.answer()[-1] == Check(B)
-    assert two.answer()[-1] == Step(B)
+    assert two.answer()[-1] == step(B)
 
 
 def test_there_is_one_fetch_at_a_time_in_the_order_of_turns() -> None:
     three = world(total=20, a=3, b=3, c=3, rest="abc")
     ask(three, "b", "c", "a")
-    assert three.fetching == A
-    assert three.arrive()[-2:] == [Fetch(B, 1), Check(A)]
-    assert three.answer()[-1] == Step(A)
+    assert three.fetching == B
+    assert three.arrive()[-2:] == [Fetch(C, 1), Check(B)]
+    assert three.answer()[-1] == step(B)
 
 
 def test_no_page_more_is_taken_than_is_needed_and_clean_weights_go_first() -> None:
@@ -338,20 +353,18 @@ def test_spare_pages_go_before_a_model_without_requests_is_parked() -> None:
 
 
 def test_a_model_without_requests_is_parked_before_one_with_requests() -> None:
-    three = world(total=11, a=3, b=3, c=3, quota=8)
+    three = world(total=9, a=3, b=3, c=3, quota=8)
     assert [phase(three, key) for key in (A, B, C)] == [Phase.STAGED, Phase.RESIDENT, Phase.RESIDENT]
     ask(three, "c", "a")
-    assert three.parking == [B] and phase(three, A) is Phase.STAGED
-    three.leave(B)
-    assert three.answer()[-2:] == [Fetch(A, 1), Step(C)]
+    assert three.parking == [B] and three.fetching == A and three.out == step(C)
 
 
 def test_the_holder_keeps_its_pages_until_its_turn_is_over() -> None:
     two = world(total=7, a=3, b=3, quota=3)
-    ask(two, "b", "a")
-    assert two.answer()[-1] == two.answer()[-1] == Step(B)
-    assert two.answer()[-1] == Park(B)
-    assert two.leave(B)[-1] == Fetch(A, 1)
+    begin = ask(two, "b", "a")
+    assert moves(begin) == moves(two.answer()) == moves(two.answer()) == []
+    assert holders(two) == ["b"] * 3
+    assert moves(two.answer()) == [Park(B), Evict(B, 1), Grow(A, 1)] and two.out == step(A)
 
 
 def test_of_models_with_requests_the_one_whose_turn_comes_last_is_parked() -> None:
@@ -360,7 +373,8 @@ def test_of_models_with_requests_the_one_whose_turn_comes_last_is_parked() -> No
     three.answer()
     ask(three, "a")
     assert holders(three) == ["b", "c"]
-    assert three.answer()[-2:] == [Park(C), Step(B)]  # c had its turn
+    assert moves(three.answer()) == [Park(C), Evict(C, 3), Fetch(A, 1)]  # c had its turn
+    assert three.out == step(B)
 
 
 def test_a_parked_models_requests_go_on_where_they_were() -> None:
@@ -392,26 +406,26 @@ def test_a_model_steps_between_being_fetched_and_being_parked() -> None:
 
 def test_a_model_whose_requests_grow_gets_pages_before_its_step() -> None:
     one = world(total=6, a=2, tokens_most=4)
-    assert ask(one, "a")[-1] == Step(A)
+    assert ask(one, "a")[-1] == step(A)
     one.answer()
-    assert one.answer()[-2:] == [Grow(A, 1), Step(A)]  # the second token filled the page
+    assert one.answer()[-2:] == [Grow(A, 1), step(A)]  # the second token filled the page
 
 
 def test_growth_parks_models_without_requests() -> None:
-    two = world(total=9, a=4, b=3, quota=8)
+    two = world(total=8, a=4, b=3, quota=8)
     ask(two, "a")
     two.answer()
-    assert two.answer()[-2:] == [Park(B), Step(A)]
+    assert two.answer()[-2:] == [Park(B), step(A)]
     two.leave(B)
-    assert two.answer()[-2:] == [Grow(A, 1), Step(A)]
+    assert two.answer()[-2:] == [Grow(A, 1), step(A)]
 
 
 def test_growth_parks_no_model_with_requests_in_the_turn_of_another() -> None:
     two = world(total=9, a=4, b=3, quota=8)
     ask(two, "a", "b")
     two.answer()
-    assert two.answer()[-1] == Step(A)
-    assert two.answer()[-1] == Step(B)  # a had two tokens and is stuck
+    assert two.answer()[-1] == step(A)
+    assert two.answer()[-1] == step(B)  # a had two tokens and is stuck
     assert not two.parking and two.instance.models[A].stuck
 
 
@@ -420,9 +434,9 @@ def test_a_stuck_model_gets_its_pages_from_others_when_its_turn_comes() -> None:
     ask(two, "a", "b")
     for _ in range(5):
         two.answer()
-    assert two.instance.models[A].stuck and two.out == Step(B)
-    assert two.answer()[-1] == Park(B)  # it is stuck as well, and a comes first
-    assert two.leave(B) == [Grow(A, 1), Step(A)]
+    assert two.instance.models[A].stuck and two.out == step(B)
+    # It is stuck as well, and a comes first.
+    assert two.answer() == [Park(B), Evict(B, 1), Grow(A, 1), step(A)]
 
 
 def make_large(world: World, key: ModelKey, pages: int) -> None:
@@ -435,7 +449,7 @@ def test_a_stuck_model_steps_again_when_a_request_of_it_is_cancelled() -> None:
     two = world(total=8, a=3, b=3, quota=8)
     ask(two, "a", "b", "a")
     make_large(two, A, 3)
-    assert two.answer()[-1] == Step(B) and two.instance.models[A].stuck
+    assert two.answer()[-1] == step(B) and two.instance.models[A].stuck
     two.open.discard(two.asked[0])
     two.hear(Cancelled([two.asked[0]]))
     assert not two.instance.models[A].stuck
@@ -445,20 +459,25 @@ def test_the_one_that_steps_meanwhile_is_parked_last() -> None:
     three = world(total=8, a=3, b=3, c=3, quota=1)
     ask(three, "b", "c")
     make_large(three, B, 4)
-    assert three.answer()[-1] == Step(C)  # b is stuck
+    assert three.answer()[-1] == step(C)  # b is stuck
     ask(three, "a")
-    assert three.answer()[-2:] == [Park(B), Step(C)]
+    assert moves(three.answer()) == [Park(B)] and three.out == step(C)
+    three.leave(B)
+    assert moves(three.answer()) == [Evict(B, 3), Fetch(A, 1)] and three.out == step(C)
 
 
 def test_a_model_that_got_pages_keeps_them_until_it_stepped() -> None:
-    three = world(total=12, a=3, b=3, c=3, quota=8)
-    ask(three, "b", "c")
-    make_large(three, B, 3)
-    assert three.answer()[-2:] == [Park(A), Step(C)]
-    three.leave(A)
-    assert three.answer()[-3:] == [Evict(A, 1), Grow(B, 2), Step(C)]
+    three = world(total=8, a=3, b=3, c=3, quota=8, rest="ab", tokens_a_page=100)
+    ask(three, "b")
+    three.settle()
+    three.hear(Ordered(B, awake=False))
+    three.settle()
+    ask(three, "c", "b")
+    assert three.fetching == B and three.out == step(C)
+    three.arrive()
+    assert [three.answer()[-1], three.answer()[-1]] == [Check(B), step(C)]
     ask(three, "a")  # its turn would come before that of b
-    assert three.answer()[-1] == Step(C) and not three.parking
+    assert three.answer()[-1] == step(C) and not three.parking
 
 
 def test_no_model_is_parked_for_room_that_is_on_its_way() -> None:
@@ -468,6 +487,28 @@ def test_no_model_is_parked_for_room_that_is_on_its_way() -> None:
     assert four.parking == [B]
     four.hear(Ordered(C, awake=True))  # it is: nothing changes
     assert four.parking == [B]
+
+
+def test_requests_that_wait_for_a_resident_model_keep_the_pages_that_they_will_use() -> None:
+    two = world(total=9, a=4, b=3, quota=8)
+    ask(two, "a", "b")
+    two.answer()
+    assert moves(two.answer()) == [] and two.instance.pages.of(B).kv == 1  # a would grow
+
+
+def test_a_request_joins_when_there_are_pages_for_it_and_no_sooner() -> None:
+    one = world(total=8, a=4, tokens_a_page=1, tokens_most=2)
+    effects = ask(one, *["a"] * 4)
+    assert kinds(effects).count(Add) == 4  # nothing is known of their sizes: the engine will say
+    one.settle()
+    known = World(8, {"a": 4}, tokens_a_page=1, tokens_most=2)
+    known.hear(Placed(spec("a", kv_bytes_per_token=PAGE_BYTES)))
+    known.settle()
+    effects = ask(known, *["a"] * 4)
+    assert moves(effects) == [Grow(A, 3)] and kinds(effects).count(Add) == 3
+    assert {len(model.waiting) for model in known.instance.models.values()} == {1}
+    known.settle()
+    assert not known.open
 
 
 def test_what_the_pool_can_never_give_is_not_waited_for() -> None:
@@ -503,3 +544,13 @@ def test_every_request_gets_its_next_token_after_a_bounded_number_of_device_effe
             waits = {id: waits[id] + 1 for id in crowded.open}
         waits.update((effect.request.id, 0) for effect in crowded.log[start:] if isinstance(effect, Tell))
         assert max(waits.values(), default=0) <= 2 * models * 3, waits
+
+
+def test_a_model_that_fits_only_without_a_pinned_one_is_not_kept_waiting() -> None:
+    two = World(9, {"a": 5, "b": 5})
+    two.hear(Placed(msgspec.structs.replace(spec("a"), pinned=True)))
+    two.settle()
+    two.hear(Placed(spec("b")))
+    two.settle()
+    assert phase(two, B) is Phase.RESIDENT
+    assert phase(two, A) is Phase.STAGED

@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+from typing import NamedTuple
+
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from runtime.events import Arrived, Cancelled, Ordered, Placed, Step, Withdrawn
-from runtime.model import Phase
-from runtime.request import ModelKey, RequestId
-from tests.runtime.world import World, request, spec
+from runtime.events import Arrived, Cancelled, Ordered, Placed, Step, Tell, Withdrawn
+from runtime.model import STARVED_S, Phase
+from runtime.policy.slack import STEPS_MOST, Slack
+from runtime.policy.turns import RoundRobin, Turns
+from runtime.request import ModelKey, Objective, Request, RequestId
+from tests.runtime.world import PAGE_BYTES, World, request, spec
 
 SIZES = {"a": 2, "b": 3, "c": 4, "d": 6}
 KEYS = st.sampled_from([*SIZES, "huge"])
+OBJECTIVES = st.builds(
+    Objective,
+    ttft_s=st.sampled_from([0.0, 0.25, 4.0]),
+    tbt_s=st.sampled_from([1 / 64, 0.125, 1.0]),
+    patience_s=st.sampled_from([0.0, 1.5, 100.0]),
+)
 
 
 class AnyOrder(RuleBasedStateMachine):
     """Commands in any order, engines that do anything they may, and a pool too small for all."""
 
     streams = Bundle("streams")
+    turns: Callable[[], Turns] = RoundRobin
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(10, {**SIZES, "huge": 9})
+        self.world = World(10, {**SIZES, "huge": 9}, turns=type(self).turns(), tokens_a_page=4, prompt_most=8)
         self.next_stream = 0
 
-    @rule(key=KEYS, idle=st.sampled_from([None, 1.0]))
-    def place(self, key: str, idle: float | None) -> None:
-        self.world.hear(Placed(spec(key, idle)))
+    @rule(key=KEYS, idle=st.sampled_from([None, 1.0]), prove=st.booleans())
+    def place(self, key: str, idle: float | None, prove: bool) -> None:
+        kv_bytes_per_token = PAGE_BYTES // self.world.tokens_a_page
+        self.world.hear(Placed(spec(key, idle, kv_bytes_per_token), prove))
 
     @rule(key=KEYS)
     def withdraw(self, key: str) -> None:
         self.world.hear(Withdrawn(ModelKey(key)))
 
-    @rule(key=KEYS, target=streams, refused=st.integers(0, 9))
-    def arrive(self, key: str, refused: int) -> RequestId:
+    @rule(key=KEYS, target=streams, refused=st.integers(0, 9), prompt=st.integers(1, 8), objective=OBJECTIVES)
+    def arrive(self, key: str, refused: int, prompt: int, objective: Objective) -> RequestId:
         self.next_stream += 1
-        arrived = request(self.next_stream, key)
+        prompt_tokens = min(prompt, self.world.prompt_most)
+        arrived = request(self.next_stream, key, self.world.now, prompt_tokens, objective)
         self.world.open.add(arrived.id)
         if refused == 0:
             self.world.refuses.add(arrived.id)
@@ -52,7 +68,7 @@ class AnyOrder(RuleBasedStateMachine):
     def order(self, key: str, awake: bool) -> None:
         self.world.hear(Ordered(ModelKey(key), awake))
 
-    @rule(dt=st.sampled_from([0.1, 2.0, 100.0]))
+    @rule(dt=st.sampled_from([0.125, 2.0, 100.0]))
     def wait(self, dt: float) -> None:
         self.world.now += dt
         self.world.hear()
@@ -62,8 +78,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.world.grants = lambda pages: max(0, pages - refuses)
 
     @precondition(lambda self: self.world.out is not None)
-    @rule(fails=st.integers(0, 12), finish=st.booleans(), data=st.data())
-    def device_is_done(self, fails: int, finish: bool, data: st.DataObject) -> None:
+    @rule(fails=st.integers(0, 12), finish=st.booleans(), segment=st.integers(1, 8), data=st.data())
+    def device_is_done(self, fails: int, finish: bool, segment: int, data: st.DataObject) -> None:
+        self.world.segment = segment
         self.world.answer(fails == 0, lambda id: finish and data.draw(st.booleans()))
 
     @precondition(lambda self: self.world.fetching is not None)
@@ -103,5 +120,126 @@ class AnyOrder(RuleBasedStateMachine):
         assert not any(model.withdrawn for model in models), "what was withdrawn is still there"
 
 
-TestAnyOrder = AnyOrder.TestCase
+class AnyOrderBySlack(AnyOrder):
+    turns = Slack
+
+
+TestAnyOrder, TestAnyOrderBySlack = AnyOrder.TestCase, AnyOrderBySlack.TestCase
 TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestAnyOrderBySlack.settings = TestAnyOrder.settings
+
+
+# ── nobody starves ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+QUOTA, TOKENS_MOST, CLIENTS_MOST = 2, 4, 3
+
+
+class Client(NamedTuple):
+    model: str
+    prompt_tokens: int
+    objective: Objective
+
+
+class Crowd:
+    """Clients that ask again as soon as they were served, of models of which no two fit: beside one's weights there are
+    `spare` pages more than its longest request needs. A transfer takes up to `lag` device effects, if there are any."""
+
+    def __init__(self, turns: Turns, clients: list[Client], spare: int, lag: int, step_s: float) -> None:
+        self.models = sorted({client.model for client in clients})
+        sizes = dict.fromkeys(self.models, 24)
+        self.world = World(28 + spare, sizes, 0, TOKENS_MOST, 4, turns, prompt_most=8, step_s=step_s)
+        for key in self.models:
+            self.world.hear(Placed(spec(key, None, PAGE_BYTES // 4)))
+            self.world.settle()
+        self._clients, self._lag, self._answers = clients, lag, 0
+        self._streams = count(1)
+        self.asked = [self._ask(client) for client in clients]
+
+    def _ask(self, client: Client) -> Request:
+        asked = request(next(self._streams), client.model, self.world.now, client.prompt_tokens, client.objective)
+        self.world.open.add(asked.id)
+        self.world.hear(Arrived(asked))
+        return asked
+
+    def answer(self) -> list[Request]:
+        """The device effect that is out comes to its end. Who got a token by it."""
+        world, start = self.world, len(self.world.log)
+        self._answers += 1
+        while (world.parking or world.fetching) and (world.out is None or self._answers % (self._lag + 1) == 0):
+            if world.fetching:
+                world.arrive()
+            else:
+                world.leave(world.parking[0])
+        world.answer()
+        told = [effect.request for effect in world.log[start:] if isinstance(effect, Tell)]
+        for place, asked in enumerate(self.asked):
+            if asked.id not in world.open:
+                self.asked[place] = self._ask(self._clients[place])
+        return told
+
+
+@st.composite
+def crowds(draw: st.DrawFn) -> list[Client]:
+    clients = []
+    for key in "abcd"[: draw(st.integers(2, 4))]:
+        asks = st.builds(Client, st.just(key), st.integers(1, 8), OBJECTIVES)
+        clients += draw(st.lists(asks, min_size=1, max_size=CLIENTS_MOST))
+    return clients
+
+
+@settings(max_examples=40, deadline=None)
+@given(crowds(), st.integers(0, 6), st.integers(0, 2))
+def test_in_turns_each_request_gets_its_next_token_after_a_bounded_number_of_device_effects(
+    clients: list[Client], spare: int, lag: int
+) -> None:
+    """In a round each model has a turn of a check, `QUOTA` steps and one more that finds too few pages, while a park
+    and a fetch are under way for the next. A model makes tokens in every second round at least: in one the others come
+    before it. Of its requests the one that is longest in the engine gets a token then, and whoever came before is done
+    after `TOKENS_MOST`."""
+    crowd = Crowd(RoundRobin(QUOTA), clients, spare, lag, step_s=1 / 64)
+    round_effects = len(crowd.models) * (1 + QUOTA + 1 + 2 * (lag + 1))
+    steps_most = (CLIENTS_MOST - 1) * TOKENS_MOST + 1
+    waits, steps = Counter[str](), Counter[RequestId]()
+    for _ in range(300):
+        told = crowd.answer()
+        makers = {each.model for each in told}
+        waits.update(crowd.models)
+        steps.update(asked.id for asked in crowd.asked if asked.model in makers)
+        for each in told:
+            waits[each.model] = steps[each.id] = 0
+        assert max(waits.values()) <= 2 * round_effects, waits
+        assert max(steps[asked.id] for asked in crowd.asked) <= steps_most, steps
+
+
+@settings(max_examples=50, deadline=None)
+@given(crowds(), st.integers(0, 6))
+def test_a_segment_is_as_good_as_its_steps_one_by_one(clients: list[Client], spare: int) -> None:
+    def served(segment: int) -> tuple[float, int, object]:
+        crowd = Crowd(RoundRobin(), clients, spare, lag=0, step_s=1 / 64)
+        crowd.world.segment = segment
+        crowd.world.settle(500)
+        return crowd.world.now, crowd.world.instance.switches, crowd.world.attained
+
+    assert served(8) == served(1)
+
+
+LOST, PATIENT = Objective(0.0, 1.0, 0.0), Objective(4.0, 1.0, 100.0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(crowds(), st.integers(0, 6), st.integers(0, 2))
+@example([Client("a", 8, LOST), Client("a", 8, PATIENT), Client("a", 8, PATIENT), Client("b", 8, PATIENT)], 0, 0)
+def test_by_slack_no_request_starves_for_long(clients: list[Client], spare: int, lag: int) -> None:
+    """A request whose token is lost makes others wait again `STARVED_S` after its last one. From then on its model is
+    behind those that are late and not lost, by `patience_s` at most, and those that starve for longer. Each of these
+    needs its way in, a segment, and tokens for whoever is before it in the engine: a round."""
+    step_s = 0.25
+    crowd = Crowd(Slack(), clients, spare, lag, step_s)
+    steps_each = 2 * (lag + 1) + STEPS_MOST + (CLIENTS_MOST - 1) * TOKENS_MOST + 1
+    round_s = len(crowd.models) * steps_each * step_s
+    patience_s = max(client.objective.patience_s for client in clients)
+    while crowd.world.now < 2 * (STARVED_S + patience_s + round_s):
+        crowd.answer()
+        for asked in crowd.asked:
+            since = max(asked.progress.due_at, asked.progress.last_at + STARVED_S)
+            assert crowd.world.now <= since + patience_s + round_s, asked

@@ -1,17 +1,26 @@
-"""A world for the Instance machine: engines that only count pages, and transfers that end when somebody says so."""
+"""A world for the Instance machine: engines that only count pages, and transfers that end when somebody says so.
+
+Time passes while an engine steps, in fractions of a power of two, so that sums of it are exact."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest.mock import ANY
 
+from msgspec.structs import replace
+
+from runtime.costs import model_size, unknown
 from runtime.engine.base import Held, Output
 from runtime.events import (
     Abort,
     Add,
+    Arrived,
     Build,
     BuildFailed,
     Built,
+    Cancelled,
     Check,
     Checked,
     Close,
@@ -38,14 +47,17 @@ from runtime.events import (
 )
 from runtime.instance import Instance
 from runtime.pages import Pages
-from runtime.policy.turns import RoundRobin
-from runtime.request import ModelKey, Request, RequestId, request_id
+from runtime.policy.turns import RoundRobin, Turns
+from runtime.request import ModelKey, Objective, Request, RequestId, request_id
 from store.wire import EngineSpec, Finish
 
 MIB = 1 << 20
+PAGE_BYTES = 2 * MIB
+USUAL = Objective()
+DECISIONS_MOST = 50  # before the device gets something to do, or has nothing
 
 
-def spec(key: str, idle_s: float | None = None) -> EngineSpec:
+def spec(key: str, idle_s: float | None = None, kv_bytes_per_token: int = 0) -> EngineSpec:
     return EngineSpec(
         key=key,
         path="",
@@ -54,13 +66,20 @@ def spec(key: str, idle_s: float | None = None) -> EngineSpec:
         dtype="float32",
         max_model_len=64,
         weight_bytes=0,
-        kv_bytes_per_token=0,
+        kv_bytes_per_token=kv_bytes_per_token,
         idle_s=idle_s,
     )
 
 
-def request(stream: int, model: str, payload: bytes = b"") -> Request:
-    return Request(request_id("g", stream), "g", stream, ModelKey(model), payload, 0.0)
+def request(stream: int, model: str, now: float = 0.0, prompt_tokens: int = 0, objective: Objective = USUAL) -> Request:
+    """Prompts of no tokens keep sums over pages short."""
+    id = request_id("g", stream)
+    return Request(id, "g", stream, ModelKey(model), b"", now, prompt_tokens, objective=objective, label=model)
+
+
+def step(model: ModelKey) -> Step:
+    """Equal to a step of the model, however many may follow."""
+    return Step(model, ANY)
 
 
 @dataclass
@@ -70,6 +89,7 @@ class Growing:
     tokens: int
     tokens_most: int
     tokens_a_page: int
+    made: int = 0  # of `tokens`
 
     @property
     def pages(self) -> int:
@@ -98,7 +118,7 @@ class Engine:
             left -= growing.pages
             if left < 0:
                 break
-            growing.tokens += 1
+            growing.tokens, growing.made = growing.tokens + 1, growing.made + 1
             finish = Finish.STOP if growing.tokens >= growing.tokens_most or finishes(id) else None
             outputs.append(Output(id, [growing.tokens], finish))
             if finish is not None:
@@ -107,13 +127,24 @@ class Engine:
 
 
 class World:
-    """An Instance over a pool of `total` pages. Models are of `sizes` pages of weights, by key."""
+    """An Instance over a pool of `total` pages. Models are of `sizes` pages of weights, by key; a request ends at the
+    latest with its `tokens_most`-th token. A step takes `step_s`, and up to `segment` are answered at once."""
 
     def __init__(
-        self, total: int, sizes: dict[str, int], quota: int = 2, tokens_most: int = 6, tokens_a_page: int = 2
+        self,
+        total: int,
+        sizes: dict[str, int],
+        quota: int = 2,
+        tokens_most: int = 6,
+        tokens_a_page: int = 2,
+        turns: Turns | None = None,
+        prompt_most: int = 0,
+        step_s: float = 1 / 64,
     ) -> None:
-        self.instance = Instance(RoundRobin(quota), Pages(total, 2 * MIB))
-        self.now = 0.0
+        pages = Pages(total, PAGE_BYTES)
+        self.instance = Instance(turns or RoundRobin(quota), pages, lambda spec: unknown(model_size(spec)))
+        self.now, self.step_s = 0.0, step_s
+        self.segment = 1
         self.out: DeviceEffect | None = None
         self.engines: dict[ModelKey, Engine] = {}
         self.fetching: ModelKey | None = None
@@ -123,8 +154,12 @@ class World:
         self.open: set[RequestId] = set()
         self.refuses: set[RequestId] = set()  # the engine will not take these
         self.grants: Callable[[int], int] = lambda pages: pages  # of what Grow asks
+        self.attained: dict[str, Counter[str]] = {}  # by label, what became of the requests that were taken
         self.sizes = sizes
-        self._tokens_most, self._tokens_a_page = tokens_most, tokens_a_page
+        self.prompt_most, self.tokens_most, self.tokens_a_page = prompt_most, tokens_most, tokens_a_page
+        self._made_at: dict[RequestId, list[float]] = {}  # the tokens of those that were taken and did not end
+        self._requests: dict[RequestId, Request] = {}
+        self._alone = False  # nothing was heard since the step that is out was asked for
 
     # ── what happens ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -132,11 +167,29 @@ class World:
         """And decide, if the device is free. What was asked for, requests' effects included."""
         start = len(self.log)
         for event in events:
-            self._carry_out(self.instance.hear(event, self.now))
-        if self.out is None:
-            self._carry_out(self.instance.decide(self.now))
+            self._hear(event)
+        for _ in range(DECISIONS_MOST):
+            effects = [] if self.out is not None else self.instance.decide(self.now)
+            self._carry_out(effects)
+            if not effects:
+                break
+        else:
+            raise AssertionError(f"it decides again and again: {self.log[-10:]}")
         self.check()
         return self.log[start:]
+
+    def _hear(self, event: Event) -> None:
+        self._alone = False
+        effects = self.instance.hear(event, self.now)
+        match event:
+            case Arrived(request) if not effects:
+                self._requests[request.id], self._made_at[request.id] = request, []
+            case Cancelled(requests):
+                for id in requests:
+                    if id in self._made_at:
+                        late = self.now > self._requests[id].progress.due_at
+                        self._attain(id, owed=int(late and not self._made_at[id]))
+        self._carry_out(effects)
 
     def answer(self, fails: bool = False, finishes: Callable[[RequestId], bool] = lambda id: False) -> list[Effect]:
         """The device effect that is out comes to its end."""
@@ -191,12 +244,13 @@ class World:
             match effect:
                 case Build() | Step() | Check() | Close():
                     assert self.out is None, "two device effects at once"
-                    self.out = effect
-                case Tell(request, _, output):
-                    if output.finish is not None:
-                        self._end(request.id)
+                    self.out, self._alone = effect, True
+                case Tell(request, at, output):
+                    self._told(request, at, output)
                 case Lose(request, error, _):
                     assert error
+                    if request.id in self._made_at:
+                        self._attain(request.id, owed=1)
                     self._end(request.id)
                 case Add(request):
                     self._add(request)
@@ -213,7 +267,7 @@ class World:
                     self.parking.append(key)
                 case Evict(key, pages):
                     engine = self.engines[key]
-                    assert 0 < pages <= engine.weights and not engine.arrived and key not in self.parking
+                    assert 0 < pages <= engine.weights and not engine.arrived, "pages of weights in use are given back"
                     engine.weights -= pages
                 case Shrink(key, pages):
                     assert 0 < pages <= self.engines[key].held().kv_spare, "pages that are in use are given back"
@@ -228,14 +282,15 @@ class World:
         held = self.engines[key].held()
         if key == self.fetching or key in self.parking:
             held = Held(0, 0, held.kv_wanted, 0)
-        self._carry_out(self.instance.hear(Told(key, held), self.now))
+        self._hear(Told(key, held))
 
     def _add(self, request: Request) -> None:
         engine = self.engines[request.model]
         if request.id in self.refuses:
-            self._carry_out(self.instance.hear(Refused(request.id, request.model, "too long"), self.now))
+            self._hear(Refused(request.id, request.model, "too long"))
             return
-        engine.requests[request.id] = Growing(0, self._tokens_most, self._tokens_a_page)
+        prompt = request.prompt_tokens
+        engine.requests[request.id] = Growing(prompt, prompt + self.tokens_most, self.tokens_a_page)
         self._tell(request.model)
 
     def _fetch(self, key: ModelKey, kv_pages: int) -> None:
@@ -252,7 +307,8 @@ class World:
                 if fails:
                     return BuildFailed(key, "no such file")
                 assert key not in self.engines, "built twice"
-                weights, least = self.sizes[spec.key], 1 + self._tokens_most // self._tokens_a_page
+                weights = self.sizes[spec.key]
+                least = 1 + (self.prompt_most + self.tokens_most) // self.tokens_a_page
                 self.engines[key] = Engine(weights, least)
                 return Built(key, 2.0, weights, least)
             case Check(key):
@@ -263,13 +319,47 @@ class World:
                 assert not engine.requests, "closed with requests in it"
                 assert key != self.fetching and key not in self.parking, "closed while pages are on their way"
                 return Closed(key)
-            case Step(key):
+            case Step(key, steps):
                 engine = self.engines[key]
                 if fails:
                     engine.requests.clear()
                     return StepFailed(key, "boom")
-                assert engine.arrived, f"{key} steps and is not in"
-                return Stepped(key, engine.step(finishes), bool(engine.requests), engine.held())
+                assert engine.arrived and engine.weights == engine.weights_pages, f"{key} steps and is not in"
+                return self._step(key, engine, steps, finishes)
+
+    def _step(self, key: ModelKey, engine: Engine, most: int, finishes: Callable[[RequestId], bool]) -> Stepped:
+        """One step, or more of the same batch as long as the machine has no reason to decide anew."""
+        segment = min(most, self.segment) if self._alone else 1
+        tick_at, booked = self.instance.next_tick() or float("inf"), self.instance.pages.of(key)
+        prompts = any(not growing.made for growing in engine.requests.values())
+        outputs, steps = engine.step(finishes), 1
+        while steps < segment and outputs and not prompts and engine.held() == booked:
+            if any(output.finish for output in outputs) or self.now + steps * self.step_s >= tick_at:
+                break
+            more, steps = engine.step(finishes), steps + 1
+            pairs = zip(outputs, more, strict=True)
+            outputs = [replace(new, tokens=old.tokens + new.tokens) for old, new in pairs]
+        self.now += steps * self.step_s
+        return Stepped(key, outputs, bool(engine.requests), engine.held(), self.step_s, steps)
+
+    def _told(self, request: Request, at: int, output: Output) -> None:
+        made_at, count = self._made_at[request.id], len(output.tokens)
+        assert at == len(made_at), f"token {len(made_at)} of {request.id} is told as token {at}"
+        made_at += [self.now - (count - 1 - place) * self.step_s for place in range(count)]
+        assert (request.progress.sent, request.progress.last_at) == (len(made_at), made_at[-1]), f"{request} lost count"
+        if output.finish is not None:
+            self._attain(request.id, owed=0)
+            self._end(request.id)
+
+    def _attain(self, id: RequestId, owed: int) -> None:
+        """It ended, and `owed` tokens will never come."""
+        request, made_at = self._requests.pop(id), self._made_at.pop(id)
+        objective = request.objective
+        due = [request.arrived_at + objective.ttft_s + place * objective.tbt_s for place in range(len(made_at))]
+        if made_at or owed:
+            on_time = sum(at <= due_at for at, due_at in zip(made_at, due, strict=True))
+            total = self.attained.setdefault(request.label, Counter())
+            total.update(requests=1, tokens=len(made_at) + owed, on_time=on_time)
 
     def _end(self, id: RequestId) -> None:
         assert id in self.open, f"{id} ended twice"
@@ -290,5 +380,10 @@ class World:
         assert set(self.engines) <= set(self.instance.models), "an engine of a model that is not there"
         assert self.free >= 0
         assert {id for model in self.instance.models.values() for id in (*model.waiting, *model.running)} == self.open
+        counted = self.instance.attainment.totals
+        assert self.attained == {
+            label: Counter(requests=total.requests, tokens=total.tokens, on_time=total.on_time)
+            for label, total in counted.items()
+        }
         if self.out is None and self.fetching is None and not self.parking:
-            assert not self.open, "requests are open, and nothing is under way for them"
+            assert not self.open, f"requests are open, and nothing is under way for them: {self.instance.models}"

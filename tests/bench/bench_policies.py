@@ -1,0 +1,498 @@
+"""What does the order of turns do for the requests of one runtime, and does the simulator foresee it?
+
+Ten models of three sizes share a pool that holds two or three of them, and are asked in bursts. A process as a
+runtime's device process, with real engines, serves the same trace once under each policy; this process plays the node
+and the clients, and writes down when each token came. First the engines are profiled and the simulator says what will
+happen, request by request; the rate of the trace is set by that, too: near the most that `slack` is said to bear.
+
+*Goodput*: requests per second whose first token and at least 95 % of whose tokens are on time.
+
+`python tests/bench/bench_policies.py [--minutes 10] [--policies slack,request]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import msgspec  # noqa: E402
+import numpy as np  # noqa: E402
+
+from runtime import pipe  # noqa: E402
+from runtime.attainment import Progress  # noqa: E402
+from runtime.costs import ModelCosts, ModelSize, Profile, load_profile, model_size  # noqa: E402
+from runtime.policy.by_name import POLICIES  # noqa: E402
+from runtime.policy.dispatch import LeastLoaded  # noqa: E402
+from runtime.request import Objective, RequestId  # noqa: E402
+from runtime.sim.workload import Workload, base  # noqa: E402
+from runtime.sim.world import World  # noqa: E402
+from store.wire import EngineSpec, Run  # noqa: E402
+from tests.bench.timing import load, one_thread  # noqa: E402
+
+if TYPE_CHECKING:
+    from runtime.engine.base import Engine, Output
+
+MIB = 1 << 20
+MODELS = 10
+SHAPES = ((256, 8), (384, 8), (512, 8))  # hidden width and layers, in turn
+CONTEXT = 1024
+POOL_BYTES, HOST_BYTES = 192 * MIB, 4096 * MIB
+PROMPT_TOKENS, OUTPUT_TOKENS = (16, 256), (64, 640)  # least and most
+CV, SEED = 4.0, 1
+TTFT_STEPS, TBT_STEPS, PATIENCE_STEPS = 200, 5, 100  # objectives, in decode steps of one request
+DRAIN_S = 20.0  # after the last arrival
+ON_TIME = 0.95  # of its tokens, in a request that counts as good
+CAPACITY = 0.9  # of tokens and of first tokens that are on time: what `slack` bears at most, by the simulator
+LOADS = [0.6 * 1.1**n for n in range(20)]  # of the device, if each request were served alone
+CONTEXT_TYPICAL = 300
+# `dedicated` is for a device to each model: with one for all it is `request` without end.
+ASKED = [policy for policy in POLICIES if policy != "dedicated"]
+POINTS, SHARE = 5.0, 0.2  # prediction: attainment within so many points, quantiles of TTFT within this part
+GAIN = 2.0  # goodput of `slack` over that of `request`, at least
+DECIDED_MINUTES = 5.0  # in shorter traces a single burst decides who is better
+WAIT_S = 120.0
+
+
+# ── what is asked, and how well it went ───────────────────────────────────────────────────────────────────────────────
+
+
+def workload(sizes: Sequence[ModelSize], rate: float, duration_s: float) -> Workload:
+    drawn = base(MODELS, SEED, rate, duration_s, cv=CV, sizes=sizes)
+    return dataclasses.replace(
+        drawn,
+        prompt_tokens=np.clip(drawn.prompt_tokens, *PROMPT_TOKENS),
+        output_tokens=np.clip(drawn.output_tokens, *OUTPUT_TOKENS),
+    )
+
+
+@dataclass
+class Asked:
+    """A request and what became of it."""
+
+    tokens: int
+    progress: Progress
+
+    @property
+    def kept(self) -> int:
+        return self.progress.sent - self.progress.late
+
+    @property
+    def good(self) -> bool:
+        return self.progress.sent > 0 and not self.progress.first_late and self.kept >= ON_TIME * self.tokens
+
+    @property
+    def ttft_s(self) -> float:
+        return self.progress.first_at - self.progress.arrived_at
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Of one policy; what was not made by the end is late."""
+
+    goodput: float
+    good: float  # share of requests
+    token_attainment: float
+    first_token_attainment: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    switches: int
+    fetches: int
+    busy: float  # share of the time in which the device stepped
+
+
+def answer(
+    work: Workload, objective: Objective, all_asked: Sequence[Asked], switches: int, fetches: int, busy: float
+) -> Answer:
+    ttfts = [asked.ttft_s for asked in all_asked]
+    p50, p99 = (float(np.quantile(ttfts, share, method="lower")) for share in (0.5, 0.99))
+    good = sum(asked.good for asked in all_asked)
+    return Answer(
+        goodput=round(good / work.duration_s, 4),
+        good=round(good / len(all_asked), 4),
+        token_attainment=round(sum(asked.kept for asked in all_asked) / sum(asked.tokens for asked in all_asked), 4),
+        first_token_attainment=round(sum(ttft_s <= objective.ttft_s for ttft_s in ttfts) / len(all_asked), 4),
+        ttft_p50_s=round(p50, 3),
+        ttft_p99_s=round(p99, 3),
+        switches=switches,
+        fetches=fetches,
+        busy=round(busy, 3),
+    )
+
+
+# ── predicted ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def predicted(work: Workload, profile: Profile, policy: str, objective: Objective) -> Answer:
+    world = World(work, profile, POLICIES[policy], LeastLoaded(), devices=1, objective=objective)
+    world.run(DRAIN_S)
+    (device,) = world.devices
+    all_asked = [Asked(request.max_tokens, request.progress) for request in world.requests]
+    return answer(work, objective, all_asked, device.instance.switches, device.fetches, device.busy_s / world.now)
+
+
+def at_capacity(sizes: Sequence[ModelSize], profile: Profile, objective: Objective, duration_s: float) -> Workload:
+    """The densest trace that `slack` is said to bear. Bursts meet by chance, so a denser one may be borne better."""
+    step_s = statistics.mean(profile.costs(size).step(1, CONTEXT_TYPICAL) for size in sizes)
+    alone_s = MODELS * step_s * float(workload(sizes, 1.0, duration_s).output_tokens.mean())
+    borne = workload(sizes, LOADS[0] / alone_s, duration_s)
+    for share in LOADS[1:]:
+        denser = workload(sizes, share / alone_s, duration_s)
+        said = predicted(denser, profile, "slack", objective)
+        if min(said.token_attainment, said.first_token_attainment) >= CAPACITY:
+            borne = denser
+    return borne
+
+
+# ── the device's process ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Counted(msgspec.Struct):
+    """Seconds, of all engines together."""
+
+    busy_s: float = 0.0  # in steps
+    decode_s: float = 0.0  # in steps without prompts
+    said_s: float = 0.0  # what these should have taken
+
+
+class Watched:
+    """An engine that was built before; how long it steps is written down."""
+
+    def __init__(self, engine: Engine, costs: ModelCosts, counted: Counted) -> None:
+        self._engine, self._costs, self._counted = engine, costs, counted
+        self._prompts = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def add(self, request: RequestId, payload: bytes) -> None:
+        self._prompts = True
+        self._engine.add(request, payload)
+
+    def step(self) -> list[Output]:
+        began = time.perf_counter()
+        outputs = self._engine.step()
+        took_s = time.perf_counter() - began
+        self._counted.busy_s += took_s
+        if not self._prompts:
+            self._counted.decode_s += took_s
+            self._counted.said_s += self._costs.step(len(outputs), CONTEXT_TYPICAL * len(outputs))
+        self._prompts = False
+        return outputs
+
+
+@dataclass
+class Watching:
+    """In the place of a builder: gives out the engines that there are."""
+
+    version: str
+    pages_total: int
+    page_bytes: int
+    pages_used: Callable[[], int]
+    engines: dict[str, Watched]
+
+    def __call__(self, spec: EngineSpec) -> Any:
+        return self.engines[spec.key]
+
+
+def serve(fd: int, scratch: Path) -> None:
+    """The child: a line with the profile and the models; then for each line, a policy, a device that runs until it is
+    told to quit, and a line with what it counted."""
+    from runtime.device import Device
+    from runtime.engine import probe
+    from runtime.engine.builder import Builder
+    from runtime.profile import measure, start
+
+    build = Builder(POOL_BYTES, HOST_BYTES)
+    shapes = [SHAPES[n % len(SHAPES)] for n in range(MODELS)]
+    specs = [in_float32(probe.write_llama(scratch / f"m{n}", *shape, CONTEXT)) for n, shape in enumerate(shapes)]
+    batched = probe.batched_tokens(specs[0])
+    models = [start(build, spec, batched, lambda line: None) for spec in specs]
+    measured = models[: len(SHAPES)]
+    rounds = measure(measured, lambda line: print(line, file=sys.stderr))
+    profile = profile_of(specs, models, build, batched)
+    tell({"profile": msgspec.to_builtins(profile), "specs": msgspec.to_builtins(specs), "rounds": rounds})
+
+    counted = Counted()
+    engines = {
+        spec.key: Watched(model.engine, profile.models[spec.key], counted)
+        for spec, model in zip(specs, models, strict=True)
+    }
+    watching = Watching(build.version, build.pages_total, build.page_bytes, build.pages_used, engines)
+    end = pipe.DeviceEnd(socket.socket(fileno=fd))
+    for line in sys.stdin:
+        turns = POLICIES[line.strip()]()
+        device = Device(end, turns, watching, time.monotonic, lambda spec: profile.costs(model_size(spec)))
+        device.run()
+        tell(msgspec.to_builtins(counted))
+    os._exit(0)  # vLLM's exit handlers tear down what is going anyway
+
+
+def in_float32(spec: EngineSpec) -> EngineSpec:
+    """Processors without products of 16 bits take as long for a batch as for its requests one by one."""
+    return msgspec.structs.replace(
+        spec, dtype="float32", weight_bytes=2 * spec.weight_bytes, kv_bytes_per_token=2 * spec.kv_bytes_per_token
+    )
+
+
+def tell(what: dict[str, Any]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def profile_of(specs: Sequence[EngineSpec], models: Sequence[Any], build: Any, batched: int) -> Profile:
+    """One of each shape was measured, and the others of that shape cost the same."""
+    from runtime.profile import model_costs
+
+    costs: dict[str, ModelCosts] = {}
+    for n, spec in enumerate(specs):
+        like = models[n % len(SHAPES)]
+        costs[spec.key] = model_costs(like.size, like.times)[0]
+    return Profile(
+        name="this machine",
+        kind="measured",
+        conditions={},
+        memory_bytes=build.pages_total * build.page_bytes,
+        page_bytes=build.page_bytes,
+        batched_tokens=batched,
+        host_bytes_per_s=1e10,  # one device does not share it
+        models=costs,
+    )
+
+
+# ── the node's end ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Node:
+    """Starts requests when they are due, and notes when tokens come."""
+
+    end: pipe.NodeEnd
+    child: asyncio.subprocess.Process
+    specs: list[EngineSpec]
+    open: dict[int, Asked] = field(default_factory=dict)  # by stream
+    state: pipe.State = pipe.State()
+    failures: list[str] = field(default_factory=list)
+    streams: int = 0
+    counted: dict[str, float] = field(default_factory=lambda: msgspec.to_builtins(Counted()))  # when the last run ended
+
+    async def listen(self) -> None:
+        async for message in self.end.messages():
+            now = time.monotonic()
+            if isinstance(message, pipe.State):
+                self.state = message
+            elif isinstance(message, pipe.Made):
+                for delta in message.deltas["bench"]:
+                    asked = self.open.get(delta.stream)
+                    if asked is not None:
+                        asked.progress.deliver(now, len(delta.tokens), 0.0)
+                        if delta.finish is not None:
+                            del self.open[delta.stream]
+                    if delta.error:
+                        self.failures.append(delta.error)
+
+    async def heard(self) -> dict[str, Any]:
+        assert self.child.stdout is not None
+        async for line in self.child.stdout:
+            if line.startswith(b"{"):  # vLLM's own threads print as well
+                return dict(json.loads(line))
+        raise RuntimeError("the device process ended: see its standard error")
+
+    async def run(self, policy: str, work: Workload, objective: Objective) -> tuple[Answer, float]:
+        """What became of the trace; and how much longer decode steps took than the profile says."""
+        assert self.child.stdin is not None
+        self.child.stdin.write(f"{policy}\n".encode())
+        self.state = pipe.State()
+        for spec in self.specs:
+            self.end.send(pipe.Place(spec))
+        await self.until(lambda: len(self.state.models) == len(self.specs))
+        await self.prove()
+        before = self.state
+        began = time.monotonic()
+        all_asked = await self.ask(work, objective)
+        took_s = time.monotonic() - began
+        if self.open:
+            self.end.send(pipe.Stop("bench", list(self.open)))
+            self.open.clear()
+        await asyncio.sleep(2.0)  # the state comes every second
+        after = self.state
+        await self.asleep()
+        self.end.send(pipe.Quit())
+        earlier, counted = self.counted, await self.heard()
+        self.counted = counted
+        assert not self.failures, self.failures[0]
+        fetches = _fetches(after) - _fetches(before)
+        busy = (counted["busy_s"] - earlier["busy_s"]) / took_s
+        made = answer(work, objective, all_asked, after.switches - before.switches, fetches, busy)
+        return made, (counted["decode_s"] - earlier["decode_s"]) / (counted["said_s"] - earlier["said_s"])
+
+    async def prove(self) -> None:
+        """Models are checked each time that they come, the first times: get it over, and leave none on the device."""
+        from runtime.model import CHECKED_FIRST
+
+        for times in range(1, CHECKED_FIRST + 1):
+            for spec in self.specs:
+                self.end.send(pipe.Order(spec.key, awake=True))
+            await self.until(lambda times=times: all(model.fetches >= times for model in self.state.models.values()))
+            await self.asleep()
+
+    async def asleep(self) -> None:
+        await self.until(lambda: all(not model.running + model.waiting for model in self.state.models.values()))
+        for spec in self.specs:
+            self.end.send(pipe.Order(spec.key, awake=False))
+        await self.until(lambda: self.state.pages_used == 0)
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not done():
+            if time.monotonic() > deadline or self.child.returncode is not None:
+                raise RuntimeError(f"what was waited for did not come: {self.state}")
+            await asyncio.sleep(0.02)
+
+    async def ask(self, work: Workload, objective: Objective) -> list[Asked]:
+        """The whole trace, and what comes of it within DRAIN_S."""
+        from runtime.engine import probe
+
+        rows = zip(work.at_s, work.model, work.prompt_tokens, work.output_tokens, strict=True)
+        runs = []
+        for at_s, model, prompt, output in rows:
+            self.streams += 1
+            payload = probe.request([(7919 * n) % 256 + 2 for n in range(int(prompt))], int(output), str(self.streams))
+            run = _run(self.streams, self.specs[int(model)].key, int(prompt), int(output), payload, objective)
+            runs.append((float(at_s), run))
+        began, all_asked = time.monotonic(), []
+        for at_s, run in runs:
+            await asyncio.sleep(began + at_s - time.monotonic())
+            asked = Asked(run.max_tokens, Progress(began + at_s, objective.ttft_s, objective.tbt_s))
+            self.open[run.stream] = asked
+            all_asked.append(asked)
+            self.end.send(pipe.Start(run))
+        end = time.monotonic() + DRAIN_S
+        while self.open and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        return all_asked
+
+
+def _run(stream: int, model: str, prompt: int, output: int, payload: bytes, objective: Objective) -> Run:
+    return Run(
+        gateway="bench",
+        stream=stream,
+        model=model,
+        request="",
+        attempt=1,
+        prompt_tokens=prompt,
+        max_tokens=output,
+        payload=payload,
+        engine="",
+        ttft_s=objective.ttft_s,
+        tbt_s=objective.tbt_s,
+        patience_s=objective.patience_s,
+    )
+
+
+def _fetches(state: pipe.State) -> int:
+    return sum(model.fetches for model in state.models.values())
+
+
+# ── the bench ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def bench(policies: Sequence[str], duration_s: float) -> dict[str, Answer]:
+    ours, theirs = pipe.pair()
+    with tempfile.TemporaryDirectory(prefix="staccato-bench-") as scratch:
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, __file__, "--child", str(theirs.fileno()), scratch),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+            limit=16 * MIB,
+        )
+        theirs.close()
+        node = Node(await pipe.NodeEnd.open(ours), child, [])
+        first = await node.heard()
+        node.specs = msgspec.convert(first["specs"], list[EngineSpec])
+        profile = load_profile(json.dumps(first["profile"]), "the bench's profile")
+        listening = asyncio.create_task(node.listen())
+        try:
+            return await all_policies(node, profile, policies, duration_s)
+        finally:
+            listening.cancel()
+            child.kill()
+            await child.wait()
+
+
+async def all_policies(node: Node, profile: Profile, policies: Sequence[str], duration_s: float) -> dict[str, Answer]:
+    sizes = [model_size(spec) for spec in node.specs]
+    step_s = max(profile.costs(size).step(1, CONTEXT_TYPICAL) for size in sizes)
+    objective = Objective(TTFT_STEPS * step_s, TBT_STEPS * step_s, PATIENCE_STEPS * step_s)
+    work = at_capacity(sizes, profile, objective, duration_s)
+    show({"trace": {"models": MODELS, "requests": len(work.at_s), "s": duration_s, "cv": CV, "seed": SEED}})
+    costs = {size.name: msgspec.to_builtins(profile.costs(size)) for size in sizes[: len(SHAPES)]}
+    show({"objective": msgspec.to_builtins(objective), "costs": costs})
+    said = {policy: predicted(work, profile, policy, objective) for policy in policies}
+    for policy in policies:
+        show({"policy": policy, "predicted": msgspec.to_builtins(said[policy])})
+    made: dict[str, Answer] = {}
+    for policy in policies:
+        made[policy], slower = await node.run(policy, work, objective)
+        hindsight = predicted(work, as_slow(profile, slower), policy, objective)
+        show({"policy": policy, "real": msgspec.to_builtins(made[policy]), "load": load()})
+        show({"policy": policy, "prediction_off": off(said[policy], made[policy])})
+        show({"policy": policy, "steps_slower": round(slower, 3), "then_off": off(hindsight, made[policy])})
+    return made
+
+
+def as_slow(profile: Profile, slower: float) -> Profile:
+    """On a machine that was so much slower during the run than during the profile."""
+    times = [name for name in ModelCosts.__struct_fields__ if "_s" in name]
+    models = {
+        name: msgspec.structs.replace(costs, **{time: getattr(costs, time) * slower for time in times})
+        for name, costs in profile.models.items()
+    }
+    return msgspec.structs.replace(profile, models=models)
+
+
+def off(said: Answer, made: Answer) -> dict[str, Any]:
+    points = 100 * (said.token_attainment - made.token_attainment)
+    p50, p99 = said.ttft_p50_s / made.ttft_p50_s - 1, said.ttft_p99_s / made.ttft_p99_s - 1
+    met = abs(points) <= POINTS and abs(p50) <= SHARE and abs(p99) <= SHARE
+    return {"points": round(points, 1), "ttft_p50": round(p50, 3), "ttft_p99": round(p99, 3), "met": met}
+
+
+def show(what: dict[str, Any]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=1.5, help="that the trace lasts")
+    parser.add_argument("--policies", default=",".join(ASKED))
+    asked = parser.parse_args()
+    made = asyncio.run(bench(asked.policies.split(","), 60 * asked.minutes))
+    if {"slack", "aegaeon", "request"} <= made.keys():
+        gain, beside = (made["slack"].goodput / max(made[other].goodput, 1e-9) for other in ("request", "aegaeon"))
+        show({"slack_over_request": round(gain, 2), "slack_over_aegaeon": round(beside, 2)})
+        if asked.minutes < DECIDED_MINUTES:
+            return
+        assert gain >= GAIN, f"slack serves {gain:.2f} times the goodput of request, and {GAIN} times is to reach"
+        assert beside > 1, f"slack serves {beside:.2f} times the goodput of aegaeon"
+
+
+if __name__ == "__main__":
+    one_thread()
+    if sys.argv[1:2] == ["--child"]:
+        serve(int(sys.argv[2]), Path(sys.argv[3]))
+    main()

@@ -1,0 +1,79 @@
+"""How fast is the simulator? Events per second at 8 GPUs; a large fleet beside real time; what an event costs by size.
+
+The workload is `base` at 11 models per GPU, the policy `slack`; interpreted, and compiled (`make fast`) where that can
+be done here. Times are of one core's work, so what else runs on the machine counts only as far as it takes the caches.
+The large fleets are simulated for as long as the workload lasts.
+
+`python tests/bench/bench_simulator.py`
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))  # after the compiled machines, which PYTHONPATH names
+
+from runtime.costs import load_profile  # noqa: E402
+from runtime.request import Objective  # noqa: E402
+from runtime.sim import compiled, world  # noqa: E402
+from runtime.sim.fleet import simulate  # noqa: E402
+from runtime.sim.workload import base  # noqa: E402
+from tests.bench.timing import load, spread  # noqa: E402
+
+PROFILE = load_profile((ROOT / "deploy" / "profiles" / "h100.json").read_bytes(), "h100.json")
+REPEATS = 5
+PER_GPU = 11
+SIZES = (8, 16, 32, 64, 128, 256)  # GPUs
+MODE = "interpreted" if world.__file__.endswith(".py") else "compiled"
+
+
+def main() -> None:
+    _measure()
+    if MODE == "compiled":
+        return
+    try:
+        made = compiled.build()
+    except ValueError as error:
+        print(f"compiled: not measured: {error}", file=sys.stderr)
+        return
+    subprocess.run([sys.executable, __file__], env=compiled.environment(made), check=True)
+
+
+def _measure() -> None:
+    speeds = [_speed(8, 8 * PER_GPU, 400.0)[0] for _ in range(REPEATS)]
+    _print("8 GPUs x 11", events_per_s=spread(speeds, 0), to_reach="at least 100000")
+    for gpus, models in ((64, 704), (256, 2800)):
+        events_per_s, times_real = _speed(gpus, models, 120.0)
+        _print(f"{gpus} GPUs x {models} models", events_per_s=round(events_per_s), times_real_time=round(times_real, 1))
+    _print("to reach with 256 GPUs x 2800 models", times_real_time="at least 10")
+    costs = {gpus: 1e6 / _speed(gpus, gpus * PER_GPU, 60.0)[0] for gpus in SIZES}
+    _print(
+        "by GPUs",
+        event_us={str(gpus): round(cost, 1) for gpus, cost in costs.items()},
+        ratio_256_to_8=round(costs[256] / costs[8], 2),
+        to_reach=f"at most {math.log2(256) / math.log2(8):.2f}, as the logarithm",
+        load=load(),
+    )
+
+
+def _speed(gpus: int, models: int, duration_s: float) -> tuple[float, float]:
+    """Events per second, and times real time."""
+    workload = base(models, 7, duration_s=duration_s)
+    began = time.process_time()
+    result = simulate(workload, PROFILE, "slack", gpus, Objective(), drain_s=0.0)
+    took_s = time.process_time() - began
+    return result.events / took_s, duration_s / took_s
+
+
+def _print(question: str, **answer: object) -> None:
+    print(json.dumps({"bench": "simulator", "mode": MODE, "question": question, "answer": answer}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

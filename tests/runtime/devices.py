@@ -1,0 +1,196 @@
+"""A device's loop over real engines, told what to do by what it has said: every command comes between two steps."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from runtime import pipe
+from runtime.device import Device
+from runtime.engine.base import Build, Engine
+from runtime.journal import Began, Journal, appended
+from runtime.policy.by_name import POLICIES
+from runtime.request import Objective
+from store.wire import EngineSpec, Finish, Run
+from tests.runtime.engines import payload
+
+USUAL = Objective()
+DEADLINE_S = 120
+Script = Iterator[tuple[Callable[[], bool], list[pipe.ToDevice]]]
+
+
+class Kept:
+    """Engines outlive the device that asked for them; the next gets them as they are built, without a page."""
+
+    def __init__(self, build: Build) -> None:
+        self.version, self.pages_total, self.page_bytes = build.version, build.pages_total, build.page_bytes
+        self.pages_used = build.pages_used
+        self._build = build
+        self._engines: dict[str, Engine] = {}
+
+    def __call__(self, spec: EngineSpec) -> Engine:
+        if spec.key not in self._engines:
+            self._engines[spec.key] = self._build(spec)
+            one_thread()
+        assert not self._engines[spec.key].held().weights, "it was left with pages"
+        return self._engines[spec.key]
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+
+class Driven:
+    """A device and the node's end of its pipe, on one thread."""
+
+    def __init__(
+        self,
+        build: Build,
+        policy: str,
+        journal: Path,
+        specs: list[EngineSpec],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ours, theirs = pipe.pair()
+        self._ours.setblocking(False)
+        self._theirs, self._in = theirs, bytearray()
+        began = Began(policy, build.pages_total, build.page_bytes)
+        self._end = _End(theirs, self._before)
+        self._journal = appended(journal)
+        written = Journal(self._journal, began)
+        self.device = Device(self._end, POLICIES[policy](), build, clock, journal=written)
+        self.specs = {spec.key: spec for spec in specs}
+        self.said: dict[int, list[int]] = {}
+        self.payloads: list[bytes] = []
+        self.ended: dict[int, Finish] = {}
+        self.cancelled: set[int] = set()
+        self._streams = itertools.count(1)
+        self._script: Script = iter(())
+        self._waits_for: Callable[[], bool] = lambda: True
+        self._then: list[pipe.ToDevice] = []
+
+    @property
+    def models(self) -> Any:
+        return self.device.instance.models
+
+    @property
+    def open(self) -> list[int]:
+        return [stream for stream in self.said if stream not in self.ended and stream not in self.cancelled]
+
+    def place(self) -> list[pipe.ToDevice]:
+        return [pipe.Place(spec) for spec in self.specs.values()]
+
+    def placed(self) -> bool:
+        return len(self.models) == len(self.specs) and all(model.load_ms for model in self.models.values())
+
+    def sleep(self) -> list[pipe.ToDevice]:
+        return [pipe.Order(key, awake=False) for key in self.specs]
+
+    def start(self, model: str, asked: dict[str, Any], objective: Objective = USUAL, salt: str = "") -> pipe.Start:
+        stream = next(self._streams)
+        self.said[stream] = []
+        sampling = {key: value for key, value in asked.items() if key != "prompt"}
+        self.payloads.append(payload(asked["prompt"], salt, **sampling, ignore_eos=True))
+        run = Run(
+            gateway="g",
+            stream=stream,
+            model=model,
+            request="",
+            attempt=1,
+            prompt_tokens=len(asked["prompt"]),
+            max_tokens=asked["max_tokens"],
+            payload=self.payloads[-1],
+            engine="",
+            ttft_s=objective.ttft_s,
+            tbt_s=objective.tbt_s,
+            patience_s=objective.patience_s,
+        )
+        return pipe.Start(run)
+
+    def stop(self, stream: int) -> pipe.Stop:
+        self.cancelled.add(stream)
+        return pipe.Stop("g", [stream])
+
+    def run(self, script: Script) -> None:
+        """Each item: when it is true, these commands. In the end all models are put to sleep."""
+        self._script = itertools.chain(script, self._end_of_day())
+        self.device.run()
+        self._read()
+        self._journal.close()
+        self._theirs.close()
+        self._ours.close()
+
+    def _end_of_day(self) -> Script:
+        yield lambda: not self.open, self.sleep()
+        yield lambda: self.device.instance.pages.used == 0, [pipe.Quit()]
+
+    def _before(self) -> None:
+        """Between two steps of the loop."""
+        self._read()
+        while self._waits_for():
+            for message in self._then:
+                self._ours.sendall(pipe._framed(message))
+            try:
+                self._waits_for, self._then = next(self._script)
+            except StopIteration:
+                self._waits_for = lambda: False
+
+    def _read(self) -> None:
+        try:
+            while data := self._ours.recv(1 << 20):
+                self._in += data
+        except BlockingIOError:
+            pass
+        while len(self._in) >= 4 and len(self._in) >= (end := 4 + int.from_bytes(self._in[:4], "little")):
+            message = pipe._to_node.decode(bytes(self._in[4:end]))
+            del self._in[:end]
+            if isinstance(message, pipe.Made):
+                for delta in message.deltas["g"]:
+                    assert delta.at == len(self.said[delta.stream]), "a gap, or a repeat"
+                    self.said[delta.stream] += delta.tokens
+                    if delta.finish is not None:
+                        assert not delta.error, delta.error
+                        self.ended[delta.stream] = delta.finish
+
+
+class _End(pipe.DeviceEnd):
+    """Somebody looks in before commands are read; so there is always something to wait for."""
+
+    def __init__(self, end: Any, before: Callable[[], None]) -> None:
+        super().__init__(end)
+        self._before, self._late_at = before, time.monotonic() + DEADLINE_S
+
+    def receive(self) -> list[pipe.ToDevice]:
+        assert time.monotonic() < self._late_at, "what was waited for did not come"
+        self._before()
+        return super().receive()
+
+    def wait(self, timeout_s: float | None) -> None:
+        super().wait(1e-3)
+
+
+def one_thread() -> None:
+    """Threads that wait for each other wait long where other processes want the cores."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def kept(pool_bytes: int, host_bytes: int) -> Iterator[Kept]:
+    import torch
+
+    from runtime.engine.builder import Builder
+
+    threads = torch.get_num_threads()
+    one_thread()
+    build = Builder(pool_bytes, host_bytes)
+    engines = Kept(build)
+    yield engines
+    engines.close()
+    build.close()
+    torch.set_num_threads(threads)
