@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import aiosqlite
 import uuid_utils
 from sqlalchemy import URL, Row, Select, Table, event, inspect, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
@@ -236,11 +237,27 @@ def _engine(url: URL, busy_timeout_s: float) -> AsyncEngine:
         options = {"timeout": 5, "server_settings": {"lock_timeout": lock_ms, "application_name": "staccato"}}
         return create_async_engine(url, pool_pre_ping=True, pool_size=10, connect_args=options)
     engine = create_async_engine(
-        url, pool_size=4, max_overflow=0, connect_args={"timeout": busy_timeout_s, "isolation_level": None}
+        url,
+        pool_size=4,
+        max_overflow=0,
+        async_creator=functools.partial(_open_sqlite, url.database or "", busy_timeout_s),
     )
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)
     return engine
+
+
+async def _open_sqlite(file: str, busy_timeout_s: float) -> aiosqlite.Connection:
+    connection = aiosqlite.connect(file, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
+    thread = connection._thread
+    thread.daemon = True  # as SQLAlchemy does: a connection nobody closed does not keep the process
+    try:
+        return await connection
+    except BaseException:
+        # Its thread still has a word for the event loop, and fails aloud where that is closed before.
+        while thread.is_alive():
+            await asyncio.sleep(0.001)
+        raise
 
 
 def _prepare_sqlite(connection: Any, record: object) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,14 @@ async def test_a_folder_that_is_not_there_is_one_sentence(tmp_path: Path) -> Non
     with pytest.raises(DatabaseUnreachable, match="none/staccato.db is not reachable"):
         await database.revision()
     await database.close()
+
+
+def test_a_connection_that_failed_leaves_no_thread_that_speaks_to_a_closed_loop(tmp_path: Path) -> None:
+    before = threading.active_count()
+    for _ in range(50):  # the thread loses the race against the end of the loop now and then
+        with pytest.raises(DatabaseUnreachable):
+            db.revision(f"sqlite:///{tmp_path}/none/staccato.db")
+        assert threading.active_count() == before
 
 
 async def test_a_file_that_is_no_database_is_one_sentence(tmp_path: Path) -> None:
