@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import structs
 
 from store.wire import Attained
 
@@ -32,7 +33,8 @@ class Progress:
     arrived_at: float
     ttft_s: float
     tbt_s: float
-    sent: int = 0
+    before: int = 0  # tokens that another device made
+    sent: int = field(init=False)
     late: int = 0  # tokens, strict
     late_rebased: int = 0
     first_at: float = _NEVER  # the first token was made
@@ -44,7 +46,8 @@ class Progress:
     _covered_s: float = 0.0  # time up to it in which there was something to read
 
     def __post_init__(self) -> None:
-        self.due_at = self.arrived_at + self.ttft_s
+        self.sent = self.before
+        self.due_at = self.arrived_at + self.ttft_s + self.before * self.tbt_s
         self.last_at = self._since = self.arrived_at
 
     @property
@@ -140,16 +143,19 @@ class Attainment:
         self.totals: dict[str, Attained] = {}
         self.forgotten = 0
 
-    def end(self, label: str, progress: Progress, now: float, owed: int = 0) -> None:
-        """A request ended. `owed`: tokens that should have come and never will; 0 if the client wants no more.
+    def end(self, label: str, progress: Progress, now: float, owed: int = 0, ended: bool = True) -> None:
+        """A request ended. `owed`: tokens that should have come and never will; 0 if the client wants no more. With
+        `ended` false it goes on elsewhere, where it will count: only the tokens that were made here do here.
 
         A client that leaves without a token counts only if one was overdue."""
-        if not progress.sent and not owed:
+        if ended and not progress.sent and not owed:
             if now <= progress.due_at:
                 return
             owed = 1
-        before = self.totals.pop(label, NOTHING)
-        self.totals[label] = add(before, _attained(progress, now, owed))
+        attained = _attained(progress, now, owed)
+        if not ended:
+            attained = structs.replace(attained, requests=0, first_on_time=0, time_shares=0.0)
+        self.totals[label] = add(self.totals.pop(label, NOTHING), attained)
         if len(self.totals) > LABELS_MOST:
             del self.totals[next(iter(self.totals))]
             self.forgotten += 1
@@ -159,12 +165,13 @@ NOTHING = Attained()
 
 
 def _attained(progress: Progress, now: float, owed: int) -> Attained:
+    made = progress.sent - progress.before
     return Attained(
         requests=1,
         first_on_time=int(progress.sent > 0 and not progress.first_late),
-        tokens=progress.sent + owed,
-        on_time=progress.sent - progress.late,
-        on_time_rebased=progress.sent - progress.late_rebased,
+        tokens=made + owed,
+        on_time=made - progress.late,
+        on_time_rebased=made - progress.late_rebased,
         time_shares=progress.time_share(now, owed),
     )
 

@@ -38,6 +38,12 @@ class Cancelled(msgspec.Struct, frozen=True):
     requests: list[RequestId]
 
 
+class Departed(msgspec.Struct, frozen=True):
+    """These go on at another device, with what was computed for them here."""
+
+    requests: list[RequestId]
+
+
 class Ordered(msgspec.Struct, frozen=True):
     """An operator's command."""
 
@@ -141,6 +147,7 @@ Event = (
     | Withdrawn
     | Arrived
     | Cancelled
+    | Departed
     | Ordered
     | Built
     | BuildFailed

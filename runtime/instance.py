@@ -29,6 +29,7 @@ from runtime.events import (
     Checked,
     Close,
     Closed,
+    Departed,
     DeviceEffect,
     Effect,
     EngineFailed,
@@ -58,6 +59,7 @@ from runtime.pages import Pages
 from runtime.policy.prefetch import bring_in, first_needy, grow
 from runtime.policy.turns import Turn, Turns
 from runtime.request import ModelKey, Request, RequestId
+from runtime.rooms import Rooms
 from store.wire import EngineSpec, Finish
 
 FETCH_TRIES = 3  # in a row
@@ -72,15 +74,13 @@ class Instance:
 
     def __init__(self, turns: Turns, pages: Pages, costs: Callable[[EngineSpec], ModelCosts]) -> None:
         self.models: dict[ModelKey, Model] = {}
-        self.working: dict[ModelKey, Model] = {}  # somebody waits for them
         self.pages = pages
         self.turn: Turn | None = None
         self.switches = 0
         self.moves = 0  # times a model went from one phase to another
         self.attainment = Attainment()  # of the requests that ended
         self._turns, self._costs = turns, costs
-        self._resting: dict[ModelKey, Model] = {}  # without work, and time alone may change them
-        self._upkeep: dict[ModelKey, Model] = {}  # to be built, checked or closed
+        self._rooms = Rooms()
         self._owners: dict[RequestId, ModelKey] = {}
         self._fetching: ModelKey | None = None
         self._turn_no = 0
@@ -112,6 +112,8 @@ class Instance:
                 return self._checked(self.models[key], wrong, held, now)
             case Cancelled(requests):
                 return self._cancel(requests, now)
+            case Departed(requests):
+                return self._cancel(requests, now, ended=False)
             case Placed(spec, prove):
                 return self._place(spec, prove, now)
             case Withdrawn(key):
@@ -144,7 +146,7 @@ class Instance:
             self.models[key] = model
             model.wish = Wish.AWAKE if prove else Wish.NONE
             model.fetches = 0 if prove else CHECKED_FIRST
-            self._file(model)
+            self._rooms.file(model)
         elif known.withdrawn or known.error:
             known.withdrawn, known.used_at = False, now
             self._want(known)
@@ -156,7 +158,7 @@ class Instance:
             return []
         model.withdrawn, model.wish = True, Wish.NONE
         lost = self._drop_requests(model, "the deployment was removed", now)
-        self._file(model)
+        self._rooms.file(model)
         self._leave_if_withdrawn(model)
         return lost
 
@@ -175,10 +177,10 @@ class Instance:
         model.idle.arrived(now)
         model.dues_changed()
         self._turns.arrived(request, now)
-        self._file(model)
+        self._rooms.file(model)
         return []
 
-    def _cancel(self, requests: list[RequestId], now: float) -> list[Effect]:
+    def _cancel(self, requests: list[RequestId], now: float, ended: bool = True) -> list[Effect]:
         effects: list[Effect] = []
         for key in dict.fromkeys(self._owners[id] for id in requests if id in self._owners):
             model = self.models[key]
@@ -186,7 +188,7 @@ class Instance:
             for id in requests:
                 if self._owners.get(id) == key:
                     request = self._take(id, now)
-                    self.attainment.end(request.label, request.progress, now)
+                    self.attainment.end(request.label, request.progress, now, ended=ended)
             if running:
                 effects.append(Abort(key, running))
             model.stuck = False  # what they leave behind may suffice for the others
@@ -202,7 +204,7 @@ class Instance:
             self._want(model)
         elif not model.has_requests:
             model.wish = Wish.ASLEEP
-            self._file(model)
+            self._rooms.file(model)
         return []
 
     # ── hearing how a model comes and goes ────────────────────────────────────────────────────────────────────────────
@@ -296,7 +298,7 @@ class Instance:
         model.wish = Wish.NONE
         if model.phase in WITH_ENGINE:
             self._enter(model, Phase.CLOSING)
-        self._file(model)
+        self._rooms.file(model)
         return self._lose(model.running, error, now)
 
     def _fail(self, model: Model, error: str, now: float, mends: bool = True) -> list[Effect]:
@@ -312,7 +314,7 @@ class Instance:
         model.dues_changed()
         if model.phase is Phase.FAILED:
             self._enter(model, Phase.COLD)
-        self._file(model)
+        self._rooms.file(model)
 
     def _leave_if_withdrawn(self, model: Model) -> bool:
         """What is under way ends first."""
@@ -320,8 +322,7 @@ class Instance:
             return False
         if model.phase in (Phase.COLD, Phase.FAILED):
             del self.models[model.key]
-            for room in (self.working, self._resting, self._upkeep):
-                room.pop(model.key, None)
+            self._rooms.remove(model.key)
         elif model.phase in (Phase.STAGED, Phase.CHECKING, Phase.RESIDENT):
             self._enter(model, Phase.CLOSING)
         return True
@@ -332,24 +333,7 @@ class Instance:
         model.phase = phase
         model.stuck = model.fresh = False
         self.moves += 1
-        self._file(model)
-
-    def _file(self, model: Model) -> None:
-        """Put it where it is looked for; to be called when its phase, its wish or whether it has requests changed."""
-        key, phase = model.key, model.phase
-        if model.works:
-            self.working[key] = model
-            self._resting.pop(key, None)
-        else:
-            self.working.pop(key, None)
-            if phase is Phase.RESIDENT or phase is Phase.FAILED or model.wish is Wish.ASLEEP:
-                self._resting[key] = model
-            else:
-                self._resting.pop(key, None)
-        if phase is Phase.CLOSING or phase is Phase.CHECKING or (phase is Phase.COLD and model.works):
-            self._upkeep[key] = model
-        else:
-            self._upkeep.pop(key, None)
+        self._rooms.file(model)
 
     # ── hearing what a step made ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -373,7 +357,8 @@ class Instance:
             progress, made = request.progress, len(output.tokens)
             effects.append(Tell(request, progress.sent, output))
             if made:
-                if not progress.sent:
+                if not request.computed:
+                    request.computed = True
                     model.prompts -= 1
                 progress.deliver(began, made, step_s)
                 model.context += made
@@ -396,7 +381,7 @@ class Instance:
         if not model.prompts:
             model.costs.observe_step(len(model.running), model.context, stepped.step_s)
         elif len(stepped.outputs) == len(model.running):  # all of their prompts were computed in this step
-            tokens = sum([request.prompt_tokens for request in model.running.values() if not request.sent])
+            tokens = sum([request.to_compute for request in model.running.values()])
             older = len(model.running) - model.prompts
             model.costs.observe_prefill(tokens, older, model.context - tokens, stepped.step_s)
 
@@ -410,10 +395,10 @@ class Instance:
             return [] if turn is None else self._step(self.models[turn.holder])
         self._changed = False
         effects = self._tidy(now)
-        order = self._turns.order(self.working.values(), now)
+        order = self._turns.order(self._rooms.working.values(), now)
         chosen = self._turns.next(order, turn, now)
         effects += self._bring_in(order, chosen, now)
-        if self._upkeep:
+        if self._rooms.upkeep:
             self._busy = True
             return [*effects, self._keep_up()]
         if chosen is not None and not chosen[0].can_step:  # parked for another
@@ -434,14 +419,11 @@ class Instance:
         return effects + self._step(model)
 
     def _keep_up(self) -> DeviceEffect:
-        """What comes before any step: pages that come back, then models that are waited for."""
-        for model in self._upkeep.values():
-            if model.phase is Phase.CLOSING:
-                return Close(model.key)
-        for model in self._upkeep.values():
-            if model.phase is Phase.CHECKING:
-                return Check(model.key)
-        model = next(iter(self._upkeep.values()))
+        model = self._rooms.first_upkeep()
+        if model.phase is Phase.CLOSING:
+            return Close(model.key)
+        if model.phase is Phase.CHECKING:
+            return Check(model.key)
         self._enter(model, Phase.BUILDING)
         return Build(model.spec)
 
@@ -449,7 +431,7 @@ class Instance:
         """What time alone asks for, or an operator."""
         effects: list[Effect] = []
         self._tick_at = _NEVER
-        for model in list(self._resting.values()):
+        for model in list(self._rooms.resting.values()):
             due_at = model.due_at()
             if due_at is not None and now < due_at:
                 self._tick_at = min(self._tick_at, due_at)
@@ -505,14 +487,14 @@ class Instance:
             del model.waiting[request.id]
             model.running[request.id] = request
             model.context += request.context
-            model.prompts += not request.sent  # one that comes from another device has its tokens
+            model.prompts += not request.computed
         return [*effects, *map(Add, joining)]
 
     # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _idle(self) -> list[Model]:
         """Without work and with pages, least recently used last."""
-        working = self.working
+        working = self._rooms.working
         return [self.models[key] for key in self.pages.held if key not in working]
 
     def _bring_in(self, order: list[Model], chosen: tuple[Model, int] | None, now: float) -> list[MemoryEffect]:
@@ -553,13 +535,13 @@ class Instance:
         request = model.running.pop(id, None)
         if request is not None:
             model.context -= request.context
-            model.prompts -= not request.sent
+            model.prompts -= not request.computed
         else:
             request = model.waiting.pop(id)
         model.dues_changed()
         if not model.has_requests:
             model.idle.left(now)
-            self._file(model)
+            self._rooms.file(model)
         return request
 
     def _drop_requests(self, model: Model, error: str, now: float) -> list[Effect]:
@@ -585,8 +567,10 @@ class Instance:
             assert not (model.stuck or model.fresh) or model.phase is Phase.RESIDENT, f"{where} is stuck or fresh"
             assert not (model.stuck and not model.has_requests), f"{where} is stuck without requests"
             assert model.context == sum(request.context for request in model.running.values()), f"{where} lost count"
-            assert model.prompts == sum(not request.sent for request in model.running.values()), f"{where} lost count"
-            assert model.works == (model.key in self.working), f"{where} is in the wrong room"
+            assert model.prompts == sum(not request.computed for request in model.running.values()), (
+                f"{where} lost count"
+            )
+            assert model.works == (model.key in self._rooms.working), f"{where} is in the wrong room"
             assert model.wish is not Wish.AWAKE or model.phase is not Phase.RESIDENT, f"{where} is to become it again"
             assert model.wish is not Wish.ASLEEP or not model.has_requests, f"{where} is to sleep amid its requests"
             assert pages == Held() or model.phase in _WITH_PAGES, f"{where} holds {pages}"

@@ -171,7 +171,9 @@ def _event(event: Event) -> msgspec.Raw:
             made = [_Made(o.request, len(o.tokens), o.finish, o.cached_tokens) for o in outputs]
             return msgspec.Raw(_encoder.encode(_Stepped(model, made, busy, astuple(held), step_s, steps)))
         case Arrived(request):
-            return msgspec.Raw(_encoder.encode(Arrived(dataclasses.replace(request, payload=b""))))
+            return msgspec.Raw(
+                _encoder.encode(Arrived(dataclasses.replace(request, payload=b"", made=[0] * len(request.made))))
+            )
         case Refused():
             return msgspec.Raw(_encoder.encode(replace(event, error="")))
     return msgspec.Raw(_encoder.encode(event))

@@ -80,7 +80,7 @@ class Model:
     waiting: dict[RequestId, Request] = field(default_factory=dict)
     running: dict[RequestId, Request] = field(default_factory=dict)
     context: int = 0  # tokens of all that run, made and given
-    prompts: int = 0  # of those that run, those without a token yet
+    prompts: int = 0  # of those that run, those that have made no token here yet
     used_at: float = 0.0  # last time it had work, became resident or failed to
     weights_pages: int = 0  # all of its weights; known once it was built
     stuck: bool = False  # it can't make a token before it gets more pages
@@ -152,7 +152,7 @@ class Model:
             if due < due_at:
                 due_at = due
         for request in self.waiting.values():
-            due = request.progress.due_at - self.costs.prefill(request.prompt_tokens)
+            due = request.progress.due_at - self.costs.prefill(request.to_compute)
             if due + request.objective.patience_s < now:
                 due = request.progress.last_at + STARVED_S
             elif due + request.objective.patience_s < until:

@@ -9,6 +9,8 @@ import msgspec
 
 from runtime.attainment import Progress
 
+_NEVER = float("inf")
+
 RequestId = NewType("RequestId", str)
 ModelKey = NewType("ModelKey", str)
 
@@ -40,17 +42,29 @@ class Request:
     max_tokens: int = 1
     objective: Objective = Objective()
     label: str = ""  # tenant and deployment: whose attainment its tokens count to
+    made: list[int] = field(default_factory=list)  # the tokens of its output that another device made before
+    first_late: bool = False  # the first of those was
+    handed: bool = False  # the keys and values of its tokens come with it: else they are computed again
+    computed: bool = field(init=False)  # they are on this device
     progress: Progress = field(init=False)
 
     def __post_init__(self) -> None:
-        self.progress = Progress(self.arrived_at, self.objective.ttft_s, self.objective.tbt_s)
+        self.computed = self.handed
+        self.progress = Progress(self.arrived_at, self.objective.ttft_s, self.objective.tbt_s, len(self.made))
+        if self.made:
+            self.progress.first_at = _NEVER if self.first_late else -_NEVER
 
     @property
     def sent(self) -> int:
-        """Tokens made so far."""
+        """Tokens made so far, here and before."""
         return self.progress.sent
 
     @property
     def context(self) -> int:
         """Tokens whose keys and values the next step reads."""
         return self.prompt_tokens + self.progress.sent
+
+    @property
+    def to_compute(self) -> int:
+        """Tokens whose keys and values its first step here computes."""
+        return 0 if self.computed else self.context

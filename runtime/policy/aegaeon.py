@@ -34,7 +34,7 @@ class Aegaeon:
         self._prefills = False  # the turn is, or was, a group's
 
     def arrived(self, request: Request, now: float) -> None:
-        if not request.sent:
+        if not request.computed:
             self._arrived.append(request)
 
     def order(self, working: Iterable[Model], now: float) -> list[Model]:
@@ -63,7 +63,7 @@ class Aegaeon:
         return holder, 1 if self._prefills else self._until - _made(holder, turn)
 
     def admit(self, model: Model, now: float) -> Sequence[Request]:
-        admitted = [request for request in model.waiting.values() if request.sent]
+        admitted = [request for request in model.waiting.values() if request.computed]
         if model.key != self._holder or not self._prefills or model.prompts:
             return admitted
         group = self.queue.next(self._waits, lambda key: key == model.key)
@@ -134,7 +134,7 @@ class Aegaeon:
         for request in self._arrived:
             model = self._working.get(request.model)
             if model is not None and request.id in model.waiting:
-                work_s = model.costs.prefill(request.prompt_tokens)
+                work_s = model.costs.prefill(request.to_compute)
                 self.queue.add(Prefill(request.id, request.model, work_s, _load_s(model)))
         self._arrived.clear()
 
@@ -151,11 +151,11 @@ def _made(model: Model, turn: Turn | None) -> int:
 
 
 def _decodes(model: Model) -> bool:
-    return bool(model.running) or any(request.sent for request in model.waiting.values())
+    return bool(model.running) or any(request.computed for request in model.waiting.values())
 
 
 def _decoding(model: Model) -> list[Request]:
-    return [*model.running.values(), *(request for request in model.waiting.values() if request.sent)]
+    return [*model.running.values(), *(request for request in model.waiting.values() if request.computed)]
 
 
 def _batch(model: Model) -> Batch:

@@ -197,6 +197,6 @@ class Roles:
 
 def _part(request: Request, max_tokens: int) -> Request:
     """The same stream up to there, whichever device makes it."""
-    part = replace(request, max_tokens=max_tokens)
+    part = replace(request, max_tokens=max_tokens, handed=request.sent > 0)
     part.progress = request.progress
     return part

@@ -24,4 +24,4 @@ class Prism(Resident):
 
 def _job(model: Model, request: Request) -> Job:
     objective = request.objective
-    return Job(request.id, request.arrived_at, objective.ttft_s, model.costs.prefill(request.prompt_tokens))
+    return Job(request.id, request.arrived_at, objective.ttft_s, model.costs.prefill(request.to_compute))

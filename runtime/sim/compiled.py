@@ -19,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("runtime", "store")
 COMPILED = (  # what runs for every event, but for structs and protocols, from which mypyc makes nothing
-    *(f"runtime/{name}.py" for name in ("attainment", "cluster", "estimate", "instance", "model", "pages", "request")),
+    *(f"runtime/{name}.py" for name in ("attainment", "cluster", "estimate", "instance", "model", "pages")),
+    *(f"runtime/{name}.py" for name in ("request", "rooms")),
     *(f"runtime/policy/{name}.py" for name in ("dispatch", "eviction", "idle", "prefetch", "slack", "turns")),
     *(f"runtime/sim/{name}.py" for name in ("engine", "world")),
 )

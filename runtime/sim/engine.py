@@ -20,9 +20,8 @@ class Stream:
 
     def __init__(self, request: Request, output_tokens: int) -> None:
         self.id = request.id
-        handed = request.sent > 0  # its keys and values come from another device
-        self.prompt = 0 if handed else request.prompt_tokens  # tokens of it still to be computed
-        self.context = request.context if handed else 0  # tokens with keys and values, or about to have them
+        self.prompt = request.to_compute  # tokens still to be computed
+        self.context = request.context - self.prompt  # tokens with keys and values, or about to have them
         self.left = output_tokens - request.sent  # tokens still to be made
 
 

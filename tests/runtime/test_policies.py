@@ -63,6 +63,7 @@ class Device:
         asked = Request(id, "g", self.count, ModelKey(key), b"", at, prompt_tokens, objective=Objective(**objective))
         if running:
             asked.progress.deliver(self.now, 1, 0.0)
+            asked.computed = True
             model.running[id] = asked
         else:
             model.waiting[id] = asked
@@ -90,7 +91,7 @@ class Device:
                 break
             for each in admitted:
                 model.running[each.id] = model.waiting.pop(each.id)
-                model.prompts += 1
+                model.prompts += not each.computed
         assert model.running, f"{model.key} is to step, and nobody is in it"
         self._make_step(model)
         return model
@@ -100,12 +101,13 @@ class Device:
             model.turn_no = max(each.turn_no for each in self.models.values()) + 1
             self.turn = Turn(model.key, self.now)
         self.turn.steps += 1
-        first = [each for each in model.running.values() if not each.sent]
+        first = [each for each in model.running.values() if not each.computed]
         self.now += PREFILL_S * len(first) + STEP_S
         self.prefilled += [each.id for each in first]
         self.log.append(model.key.upper() if first else model.key)
         for each in model.running.values():
             each.progress.deliver(self.now, 1, 0.0)
+            each.computed = True
         model.prompts = 0
 
     def end(self, key: str) -> None:
@@ -187,7 +189,7 @@ def test_a_prefill_device_serves_groups_alone() -> None:
     assert "".join(device.log) == "AABB" and device.prefilled == ["g/001", "g/003", "g/002", "g/004"]
 
 
-def test_requests_with_tokens_made_elsewhere_join_the_next_turn_of_their_model_at_once() -> None:
+def test_requests_that_bring_their_keys_and_values_join_the_next_turn_of_their_model_at_once() -> None:
     device = Device(Aegaeon(), "a")
     for _ in range(3):
         arriving = device.ask("a", running=True)
