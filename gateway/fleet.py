@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
 
@@ -21,6 +22,9 @@ class Coldness(IntEnum):
     DISK = 2
 
 
+# A model is worth so many requests where it need not be brought in, or read: requests of one model share their steps.
+WAY_IN = {Coldness.NONE: 0, Coldness.HOST: 16, Coldness.DISK: 64}
+
 COLDNESS = {
     Residency.RESIDENT: Coldness.NONE,
     Residency.LOADING: Coldness.HOST,
@@ -36,6 +40,7 @@ class Fleet:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._leases: dict[str, tuple[wire.Lease, float]] = {}
+        self._open: Counter[str] = Counter()  # requests of this gateway, by runtime
         self._on_change: list[Callable[[], None]] = []
         self._changed = asyncio.Event()
 
@@ -62,17 +67,30 @@ class Fleet:
         return [lease.attainment[label] for lease in self.leases.values() if label in lease.attainment]
 
     def choose(self, key: str, avoid: frozenset[str] = frozenset()) -> str | None:
-        """The runtime to try: one that has the model on the device, else in the host's memory; then the one with the
-        fewest requests for it.
+        """The runtime to try: the one with the fewest requests, where the model's way to the device counts as many.
 
         This is the simple rule that needs no scheduler; None when no runtime can take the model now.
         """
         candidates = [
-            (COLDNESS[state.residency], state.running + state.waiting, id)
-            for id, state in self.states(key).items()
-            if id not in avoid and not self.leases[id].draining and state.residency is not Residency.FAILED
+            (self._requests(id, lease) + WAY_IN[COLDNESS[lease.models[key].residency]], id)
+            for id, lease in self.leases.items()
+            if id not in avoid and not lease.draining and key in lease.models
+            if lease.models[key].residency is not Residency.FAILED
         ]
-        return min(candidates)[2] if candidates else None
+        return min(candidates)[1] if candidates else None
+
+    def _requests(self, id: str, lease: wire.Lease) -> int:
+        """Of all gateways at its last lease; of this one, now."""
+        there = sum(state.running + state.waiting for state in lease.models.values())
+        return max(there, self._open[id])
+
+    def took(self, runtime: str) -> None:
+        """A request of this gateway is there."""
+        self._open[runtime] += 1
+
+    def gave_back(self, runtime: str) -> None:
+        """It ended, or is lost to it."""
+        self._open[runtime] -= 1
 
     def failure(self, key: str) -> str | None:
         """Why the model can't be served, when every runtime that knows it says so."""

@@ -8,7 +8,6 @@ its handlers find their objects in `request.app.state`, and we put the front tha
 from __future__ import annotations
 
 import asyncio
-import time
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
@@ -50,17 +49,17 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from gateway.dispatch import Dispatcher, Unserved
 from gateway.fleet import Fleet
 from gateway.meter import Call, Meter
 from gateway.objectives import label
 from gateway.relay import Refused, Relay
 from runtime.request import Objective
 from store import wire
-from store.bus import BusError, TooLarge
-from store.wire import Delta, EngineSpec, Finish, Refusal
+from store.bus import TooLarge
+from store.wire import Delta, EngineSpec
 
 FRONTS_MOST = 64
-HOLD_POLL_S = 0.5
 INLINE_MOST = 1 << 62  # bytes: arrays always inside the one buffer we ship
 
 
@@ -123,8 +122,7 @@ class BusCore:
         self._deps, self._model = deps, model
         self._engine = check_version()
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()  # drained every loop turn by output_handler
-        self._request_of: dict[int, str] = {}
-        self._stream_of: dict[str, int] = {}
+        self._dispatcher = Dispatcher(deps.relay, deps.fleet, self)
         self._encoder = MsgpackEncoder(size_threshold=INLINE_MOST)
         self._decoder = MsgpackDecoder(EngineCoreOutput)
         self.llm: BusLLM | None = None
@@ -136,8 +134,7 @@ class BusCore:
         return await self._outputs.get()
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        streams = [stream for id in request_ids if (stream := self._forget(id)) is not None]
-        await self._deps.relay.cancel(streams)
+        await self._dispatcher.cancel(request_ids)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Nothing to end: the core is not ours."""
@@ -162,64 +159,25 @@ class BusCore:
             tbt_s=served.objective.tbt_s,
             patience_s=served.objective.patience_s,
         )
-        await self._place(run, request.request_id, served)
+        due_at = served.arrived_at + served.objective.ttft_s
+        try:
+            await self._dispatcher.submit(request.request_id, run, due_at, served.deadline)
+        except TooLarge as error:
+            raise GracefulHTTPError(str(error), HTTPStatus.REQUEST_ENTITY_TOO_LARGE) from error
+        except Refused as error:
+            raise GracefulHTTPError(str(error), HTTPStatus.INTERNAL_SERVER_ERROR) from error
+        except Unserved as error:
+            raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
 
-    async def _place(self, run: wire.Run, request_id: str, served: Served) -> None:
-        """Try runtimes until one takes it or the time is up."""
-        fleet, avoid, last = self._deps.fleet, set[str](), "no runtime is up that can serve the model"
-        while True:
-            if failure := fleet.failure(self._model):
-                raise GracefulHTTPError(failure, HTTPStatus.SERVICE_UNAVAILABLE)
-            if runtime := fleet.choose(self._model, frozenset(avoid)):
-                stream = self._deps.relay.number()
-                self._request_of[stream], self._stream_of[request_id] = request_id, stream
-                try:
-                    # What it waited here counts: the client's clock does not start anew at the runtime.
-                    ttft_s = served.arrived_at + served.objective.ttft_s - time.monotonic()
-                    await self._deps.relay.run(runtime, wire.replace(run, stream=stream, ttft_s=ttft_s), self)
-                    return
-                except TooLarge as error:
-                    self._forget(request_id)
-                    raise GracefulHTTPError(str(error), HTTPStatus.REQUEST_ENTITY_TOO_LARGE) from error
-                except (Refused, BusError) as error:
-                    self._forget(request_id)
-                    avoid.add(runtime)
-                    last = str(error)
-                    if isinstance(error, Refused) and error.refusal is Refusal.BAD_MESSAGE:
-                        raise GracefulHTTPError(last, HTTPStatus.INTERNAL_SERVER_ERROR) from error
-                    continue
-                except asyncio.CancelledError:
-                    self._forget(request_id)
-                    raise
-            left_s = served.deadline - time.monotonic()
-            if left_s <= 0:
-                raise GracefulHTTPError(f"the request waited its longest time: {last}", HTTPStatus.SERVICE_UNAVAILABLE)
-            await fleet.change(min(left_s, HOLD_POLL_S))
-            avoid.clear()
+    # ── Taker ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _forget(self, request_id: str) -> int | None:
-        stream = self._stream_of.pop(request_id, None)
-        if stream is not None:
-            self._request_of.pop(stream, None)
-        return stream
+    def made(self, deltas: list[tuple[str, Delta]]) -> None:
+        outputs = [self._output(request_id, delta) for request_id, delta in deltas]
+        self._outputs.put_nowait(EngineCoreOutputs(outputs=outputs))
 
-    # ── Sink ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def deliver(self, deltas: list[Delta]) -> None:
-        outputs = []
-        for delta in deltas:
-            request_id = self._request_of.get(delta.stream)
-            if request_id is None:
-                continue
-            if delta.finish is not None:
-                self._forget(request_id)
-            if delta.finish is Finish.ERROR:
-                assert self.llm is not None
-                self.llm.fail(request_id, delta.error or "the engine ended the request with an error")
-            else:
-                outputs.append(self._output(request_id, delta))
-        if outputs:
-            self._outputs.put_nowait(EngineCoreOutputs(outputs=outputs))
+    def failed(self, request: str, error: str) -> None:
+        assert self.llm is not None
+        self.llm.fail(request, error)
 
     def _output(self, request_id: str, delta: Delta) -> EngineCoreOutput:
         output = self._decoder.decode(delta.logprobs) if delta.logprobs else EngineCoreOutput("", [])

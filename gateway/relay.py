@@ -1,7 +1,7 @@
 """Streams over the bus: hands requests to runtimes and puts what comes back in order, without gap, repeat or silence.
 
-Frames of a runtime are numbered. A gap is repaired from the runtime's ring; what can't be repaired ends the streams
-that may have lost something with an error. A runtime silent for SILENCE_S while the bus is up is taken for dead.
+Frames of a runtime are numbered. A gap is repaired from the runtime's ring; streams that may have lost something that
+can't be repaired are LOST to that runtime, as are those of a runtime that is silent for SILENCE_S while the bus is up.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Relay:
 
     async def run(self, runtime: str, run: wire.Run, sink: Sink) -> None:
         """Ask `runtime` for the stream. Raises Refused, or BusError (NoAnswer: another runtime may be tried)."""
-        stream = self._streams[run.stream] = Stream(run.stream, runtime, sink)
+        stream = self._streams[run.stream] = Stream(run.stream, runtime, sink, next_at=len(run.made))
         self._sources.setdefault(runtime, Source(time.monotonic()))
         try:
             data = await self._bus.request(wire.run_subject(runtime), run, RUN_TIMEOUT_S)
@@ -139,7 +139,7 @@ class Relay:
         source.epoch, source.next_seq = epoch, next_seq
         source.early = {seq: frame for seq, frame in source.early.items() if frame.epoch == epoch and seq >= next_seq}
         old = [s for s in self._streams.values() if s.runtime == runtime and s.epoch not in (0, epoch)]
-        self._fail(old, "the runtime was restarted")
+        self._lose(old, "the runtime was restarted")
 
     async def _receive(self, data: bytes) -> None:
         frame = wire.decode(Frame, data)
@@ -169,7 +169,7 @@ class Relay:
             if stream is None:
                 continue  # cancelled
             if delta.at != stream.next_at:
-                self._fail([stream], f"tokens {stream.next_at}..{delta.at - 1} were lost on the way")
+                self._give_up([stream], f"tokens {stream.next_at}..{delta.at - 1} were lost on the way")
                 continue
             stream.next_at += len(delta.tokens)
             if delta.finish is not None:
@@ -191,7 +191,7 @@ class Relay:
                 source.early.setdefault(frame.seq, frame)
             log.info("relay.repaired", runtime=runtime, first=first, last=last, complete=repaired.complete)
             if not repaired.complete:
-                self._fail_all(runtime, f"frames {first}..{last} were lost on the way")
+                self._give_up(self._of(runtime), f"frames {first}..{last} were lost on the way")
                 source.next_seq = last + 1
             self._drain(source)
         except (BusError, wire.WireError) as error:
@@ -201,16 +201,24 @@ class Relay:
 
     # ── ends ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _fail(self, streams: list[Stream], error: str) -> None:
+    def _of(self, runtime: str) -> list[Stream]:
+        return [stream for stream in self._streams.values() if stream.runtime == runtime]
+
+    def _lose(self, streams: list[Stream], error: str, finish: Finish = Finish.LOST) -> None:
+        if streams:
+            log.warning("relay.streams_lost", streams=len(streams), error=error)
         for stream in streams:
             self._streams.pop(stream.id, None)
-            stream.sink.deliver([Delta(stream.id, [], stream.next_at, Finish.ERROR, error=error)])
+            stream.sink.deliver([Delta(stream.id, [], stream.next_at, finish, error=error)])
 
-    def _fail_all(self, runtime: str, error: str) -> None:
-        streams = [stream for stream in self._streams.values() if stream.runtime == runtime]
-        if streams:
-            log.warning("relay.streams_lost", runtime=runtime, streams=len(streams), error=error)
-            self._fail(streams, error)
+    def _give_up(self, streams: list[Stream], error: str) -> None:
+        """They may go on there, for nobody: tell the runtimes, as far as these can be told."""
+        by_runtime: dict[str, list[int]] = {}
+        for stream in streams:
+            by_runtime.setdefault(stream.runtime, []).append(stream.id)
+        for runtime, ids in by_runtime.items():
+            self._spawn(self._send_cancel(runtime, ids))
+        self._lose(streams, error)
 
     # ── liveness ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -226,7 +234,8 @@ class Relay:
                 continue
             if not self._bus.connected:
                 if now - bus_seen_at > BUS_GRACE_S:
-                    self._fail(list(self._streams.values()), f"the bus is away for {BUS_GRACE_S:g} s")
+                    error = f"the bus is away for {BUS_GRACE_S:g} s"
+                    self._lose(list(self._streams.values()), error, Finish.ERROR)
                 continue
             if bus_seen_at < now - 2 * ALIVE_PERIOD_S:  # it just came back: let the runtimes be heard again
                 for source in self._sources.values():
@@ -242,7 +251,7 @@ class Relay:
         waited_on = {stream.runtime for stream in self._streams.values()}
         for runtime in waited_on:
             if now - self._sources[runtime].heard_at > SILENCE_S:
-                self._fail_all(runtime, f"runtime {runtime} has been silent for {SILENCE_S:g} s")
+                self._give_up(self._of(runtime), f"runtime {runtime} has been silent for {SILENCE_S:g} s")
                 del self._sources[runtime]
         for runtime in set(self._sources) - waited_on:
             self._sources[runtime].heard_at = now  # it has nothing to tell us

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import ByteSize
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from runtime.costs import load_profile
 from runtime.policy.by_name import POLICIES
 
 
@@ -33,7 +34,9 @@ class RuntimeSettings(BaseSettings):
     host_cache_fd: int = -1  # the file that the runtimes of a node share for that; without one it is this runtime's own
     threads: int = _threads()  # compute threads of the device process, without a GPU
     journal: Path | None = None  # folder in which each runtime keeps a journal of what it decides
-    drain_s: float = 30.0  # longest wait for streams to end after SIGTERM
+    profile: Path | None = None  # of this machine's costs (`staccato profile`); without one they are guessed at first
+    drain_s: float = 30.0  # after SIGTERM streams may end for so long, then other runtimes go on with them
+    hang_s: float = 60.0  # a step that takes longer has hung: the device process is ended
 
     def check(self) -> None:
         """Raises ValueError with one sentence."""
@@ -41,6 +44,13 @@ class RuntimeSettings(BaseSettings):
             raise ValueError(f"no turn policy {self.policy!r}: choose one of {', '.join(POLICIES)}")
         if self.journal is not None and not (self.journal.is_dir() and os.access(self.journal, os.W_OK)):
             raise ValueError(f"STACCATO_JOURNAL={self.journal} is no folder to write into: make it, or name another")
+        if self.profile is not None:
+            try:
+                load_profile(self.profile.read_bytes(), str(self.profile))
+            except OSError as error:
+                raise ValueError(
+                    f"STACCATO_PROFILE={self.profile}: {error.strerror}: `staccato profile` writes one"
+                ) from error
         if not self.runtime_id.replace("-", "").isalnum():
             raise ValueError(
                 f"runtime id {self.runtime_id!r} has other than letters, digits and '-': it names subjects"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from runtime.costs import ModelCosts, model_size, unknown
+from runtime.costs import ModelCosts, load_profile, model_size, unknown
 from runtime.engine.base import BadRequest, Engine, EngineError
 from runtime.engine.base import Build as Builder
 from runtime.events import (
@@ -55,13 +55,15 @@ from runtime.events import (
     Withdrawn,
 )
 from runtime.instance import Instance
-from runtime.journal import Began, Journal, Recorded, appended
+from runtime.journal import Began as JournalBegan
+from runtime.journal import Journal, Recorded, appended
 from runtime.model import Model
 from runtime.pages import Pages
-from runtime.pipe import DeviceEnd, Made, Order, Place, Quit, Ready, Start, State, Stop, ToDevice, Withdraw
+from runtime.pipe import Began, DeviceEnd, Made, Order, Place, Quit, Ready, Start, State, Stop, ToDevice, Withdraw
 from runtime.policy.by_name import POLICIES
 from runtime.policy.turns import Turns
 from runtime.request import ModelKey, Objective, Request, RequestId, request_id
+from runtime.stepping import Stepping
 from store import observe
 from store.wire import Delta, EngineSpec, ModelState, Run
 
@@ -84,6 +86,7 @@ class Device:
         turns: Turns,
         build: Builder,
         clock: Callable[[], float],
+        stepping: Stepping | None = None,
         costs: Callable[[EngineSpec], ModelCosts] | None = None,
         journal: Journal | None = None,
     ) -> None:
@@ -92,6 +95,7 @@ class Device:
         self.instance = Instance(turns, pages, costs if journal is None else journal.noting(costs))
         self._machine = self.instance if journal is None else Recorded(self.instance, journal)
         self._pipe, self._build, self._clock = pipe, build, clock
+        self._stepping = stepping or Stepping(Stepping.create())
         self._engines: dict[ModelKey, Engine] = {}
         self._unfit: set[ModelKey] = set()  # their engines failed, and are asked for nothing but to close
         self._transfers: dict[ModelKey, Ask] = {}  # under way: how to see whether it is over
@@ -144,8 +148,8 @@ class Device:
             match effect:
                 case Tell():
                     self._tell(effect)
-                case Lose(request, error, finish):
-                    lost = Delta(request.stream, [], request.sent, finish, error=error)
+                case Lose(request, error, finish, suspect):
+                    lost = Delta(request.stream, [], request.sent, finish, error=error, suspect=suspect)
                     self._made.setdefault(request.gateway, []).append(lost)
                 case Step(model):
                     self._hear(self._step(model))
@@ -196,15 +200,19 @@ class Device:
         engine = self._engines[model]
         try:
             began = self._clock()
+            self._stepping.begin(model, began)
             outputs = engine.step()
             return Stepped(model, outputs, engine.busy(), engine.held(), self._clock() - began)
         except Exception as error:
             self._unfit.add(model)
             return StepFailed(model, _reason("device.step_failed", model, error))
+        finally:
+            self._stepping.end()
 
     def _check(self, model: ModelKey) -> Event:
         engine = self._engines[model]
         try:
+            self._stepping.begin(model, self._clock())
             wrong = "it failed before" if model in self._unfit else engine.check()
             if wrong is not None:
                 log.error("device.check_failed", model=model, wrong=wrong)
@@ -212,6 +220,8 @@ class Device:
         except Exception as error:
             self._unfit.add(model)
             return Checked(model, _reason("device.check_failed", model, error), self.instance.pages.of(model))
+        finally:
+            self._stepping.end()
 
     def _make(self, spec: EngineSpec) -> Event:
         model = ModelKey(spec.key)
@@ -323,7 +333,18 @@ def _unknown(spec: EngineSpec) -> ModelCosts:
 def _request(run: Run, id: RequestId, model: ModelKey, now: float) -> Request:
     objective = Objective(run.ttft_s, run.tbt_s, run.patience_s)
     return Request(
-        id, run.gateway, run.stream, model, run.payload, now, run.prompt_tokens, run.max_tokens, objective, run.label
+        id,
+        run.gateway,
+        run.stream,
+        model,
+        run.payload,
+        now,
+        run.prompt_tokens,
+        run.max_tokens,
+        objective,
+        run.label,
+        run.made,
+        run.first_late,
     )
 
 
@@ -333,7 +354,7 @@ def _wait(timeout_s: float, engine: Engine) -> None:
 
 def _add(request: Request, engine: Engine) -> Event:
     try:
-        engine.add(request.id, request.payload)
+        engine.add(request.id, request.payload, request.made)
     except BadRequest as error:
         return Refused(request.id, request.model, str(error))
     return Told(request.model, engine.held())
@@ -363,23 +384,42 @@ def _reason(what: str, model: ModelKey, error: Exception) -> str:
 
 
 def main() -> None:
-    """`python -m runtime.device FD POLICY POOL_BYTES HOST_BYTES [HOST_FD [JOURNAL]]`, started by the node with its
-    pipe's end."""
-    fd, policy, memory = int(sys.argv[1]), sys.argv[2], [int(number) for number in sys.argv[3:6]]
+    """`python -m runtime.device BEGAN`, started by the node with its pipe's end."""
+    began = Began.of(sys.argv[1])
     observe.configure_logs("device")
     from runtime.engine.builder import Builder  # seconds: only this process pays
     from runtime.engine.selfcheck import self_check
 
-    pipe = DeviceEnd(socket.socket(fileno=fd))
+    end = DeviceEnd(socket.socket(fileno=began.pipe_fd))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the node decides when this process ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    build = Builder(*memory)
+    build = Builder(began.pool_bytes, began.host_bytes, began.host_fd)
     self_check(build)
     journal = None
-    if sys.argv[6:]:
-        journal = Journal(appended(Path(sys.argv[6])), Began(policy, build.pages_total, build.page_bytes))
-    Device(pipe, POLICIES[policy](), build, time.monotonic, journal=journal).run()
+    if began.journal:
+        head = JournalBegan(began.policy, build.pages_total, build.page_bytes)
+        journal = Journal(appended(Path(began.journal)), head)
+    Device(end, POLICIES[began.policy](), build, time.monotonic, _stepping(began), _costs(began), journal).run()
     os._exit(0)  # vLLM's exit handlers tear down what is going anyway
+
+
+def _stepping(began: Began) -> Stepping | None:
+    return Stepping(began.stepping_fd) if began.stepping_fd >= 0 else None
+
+
+def _costs(began: Began) -> Callable[[EngineSpec], ModelCosts]:
+    """By the profile where it knows the model, else the guess; corrected as steps are made."""
+    if not began.profile:
+        return _unknown
+    profile = load_profile(Path(began.profile).read_bytes(), began.profile)
+
+    def costs(spec: EngineSpec) -> ModelCosts:
+        try:
+            return profile.costs(model_size(spec))
+        except ValueError:
+            return _unknown(spec)
+
+    return costs
 
 
 if __name__ == "__main__":

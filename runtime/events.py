@@ -257,11 +257,13 @@ class Tell(msgspec.Struct, frozen=True):
 
 
 class Lose(msgspec.Struct, frozen=True):
-    """The end of one request that brings no answer."""
+    """The end, here, of one request without an answer: for good, or LOST, when another device can go on with it.
+    `suspect`: it was in the step in which the engine failed."""
 
     request: Request
     error: str
-    finish: Finish = Finish.ERROR
+    finish: Finish = Finish.LOST
+    suspect: bool = False
 
 
 Effect = DeviceEffect | MemoryEffect | Add | Abort | Tell | Lose

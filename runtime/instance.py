@@ -134,7 +134,7 @@ class Instance:
             case Closed(key):
                 return self._closed(self.models[key])
             case Refused(request, _, error):
-                return self._lose([request], error, now)
+                return self._lose([request], error, now, Finish.ERROR)
             case _:
                 assert_never(event)
 
@@ -157,7 +157,7 @@ class Instance:
         if model is None:
             return []
         model.withdrawn, model.wish = True, Wish.NONE
-        lost = self._drop_requests(model, "the deployment was removed", now)
+        lost = self._drop_requests(model, "the deployment was removed", now, Finish.ERROR)
         self._rooms.file(model)
         self._leave_if_withdrawn(model)
         return lost
@@ -173,7 +173,7 @@ class Instance:
         if model.wish is Wish.ASLEEP:
             model.wish = Wish.NONE
         model.waiting[request.id] = request
-        model.ttft_s = request.objective.ttft_s
+        model.ttft_s = max(request.objective.ttft_s, request.objective.tbt_s)  # it may have waited elsewhere
         model.idle.arrived(now)
         model.dues_changed()
         self._turns.arrived(request, now)
@@ -299,7 +299,7 @@ class Instance:
         if model.phase in WITH_ENGINE:
             self._enter(model, Phase.CLOSING)
         self._rooms.file(model)
-        return self._lose(model.running, error, now)
+        return self._lose(model.running, error, now, suspect=True)
 
     def _fail(self, model: Model, error: str, now: float, mends: bool = True) -> list[Effect]:
         lost = self._drop_requests(model, error, now)
@@ -370,7 +370,7 @@ class Instance:
         model.dues_changed()
         if not stepped.busy and running:
             # The engine forgot requests that we still count: an engine's bug must not become a client's silence.
-            effects += self._lose(running, "the engine ended without this request", now)
+            effects += self._lose(running, "the engine ended without this request", now, suspect=True)
             self._changed = True
         if not stepped.outputs and running and model.short(stepped.held, self.pages.total) > 0:
             model.stuck = self._changed = True
@@ -544,16 +544,18 @@ class Instance:
             self._rooms.file(model)
         return request
 
-    def _drop_requests(self, model: Model, error: str, now: float) -> list[Effect]:
+    def _drop_requests(self, model: Model, error: str, now: float, finish: Finish = Finish.LOST) -> list[Effect]:
         running = list(model.running)
         aborts: list[Effect] = [Abort(model.key, running)] if running else []
-        return aborts + self._lose([*model.running, *model.waiting], error, now)
+        return aborts + self._lose([*model.running, *model.waiting], error, now, finish)
 
-    def _lose(self, ids: Iterable[RequestId], error: str, now: float) -> list[Effect]:
+    def _lose(
+        self, ids: Iterable[RequestId], error: str, now: float, finish: Finish = Finish.LOST, suspect: bool = False
+    ) -> list[Effect]:
         lost = [self._take(id, now) for id in list(ids)]
         for request in lost:
             self.attainment.end(request.label, request.progress, now, owed=1)
-        return [Lose(request, error, Finish.ERROR) for request in lost]
+        return [Lose(request, error, finish, suspect) for request in lost]
 
     def check(self) -> None:
         """The invariants; asserted by the tests after every event, and by the device when it is idle."""

@@ -21,6 +21,7 @@ import uvloop
 from runtime import pipe
 from runtime.config import RuntimeSettings
 from runtime.ring import Ring
+from runtime.stepping import Stepping
 from store import observe, wire
 from store.bus import Bus, BusError
 from store.wire import Delta, Finish, Refusal, Residency
@@ -36,12 +37,20 @@ RING_KEPT_S = 60.0  # after the gateway's last sign
 
 
 @dataclass(slots=True)
+class Stream:
+    """One that is open."""
+
+    model: str
+    at: int  # index of its next token
+
+
+@dataclass(slots=True)
 class Gateway:
     """A gateway that has, or had, streams here."""
 
     heard_at: float
     ring: Ring = field(default_factory=Ring)
-    streams: dict[int, int] = field(default_factory=dict)  # open stream → index of its next token
+    streams: dict[int, Stream] = field(default_factory=dict)
 
 
 class Node:
@@ -55,23 +64,28 @@ class Node:
         self._specs: dict[str, wire.EngineSpec] = {}
         self._state = pipe.State()
         self._device: pipe.NodeEnd | None = None
+        self._process: asyncio.subprocess.Process | None = None  # of the device, the last that was started
         self._engine = ""
         self._draining = False
         self._lease_due = asyncio.Event()
+        self._stepping_fd = Stepping.create()
+        self._stepping = Stepping(self._stepping_fd)
         self._host_cache = settings.host_cache_fd  # outlives the device process, and so do the images in it
         if self._host_cache < 0:
             self._host_cache = os.memfd_create("staccato-host-cache")
             os.ftruncate(self._host_cache, settings.host_cache)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set, then drains: refuses new requests and lets the open ones end."""
+        """Serves until `stop` is set, then drains: refuses new requests, lets the open ones end, and leaves those
+        that take too long to other runtimes."""
         await self._bus.subscribe(wire.GATEWAY_ALIVE, self._gateway_alive)
         await self._bus.subscribe(wire.cancel_subject(self._id), self._cancel)
         await self._bus.respond(wire.run_subject(self._id), self._run)
         await self._bus.respond(wire.repair_subject(self._id), self._repair)
         await self._bus.respond(wire.control_subject(self._id), self._control)
         await self._bus.watch(wire.MODELS, self._spec_changed)
-        tasks = [asyncio.create_task(job()) for job in (self._keep_device, self._keep_lease, self._keep_heartbeat)]
+        jobs = (self._keep_device, self._keep_lease, self._keep_heartbeat, self._watch_steps)
+        tasks = [asyncio.create_task(job()) for job in jobs]
         stopped = asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
         await self._drain()
@@ -105,7 +119,7 @@ class Node:
         assert self._device is not None
         gateway = self._gateways.setdefault(run.gateway, Gateway(time.monotonic()))
         gateway.heard_at = time.monotonic()
-        gateway.streams[run.stream] = 0
+        gateway.streams[run.stream] = Stream(run.model, len(run.made))
         self._device.send(pipe.Start(run))
         return wire.Reply(epoch=self._epoch, seq=gateway.ring.last)
 
@@ -179,7 +193,9 @@ class Node:
         while not self._draining:
             await self._serve_device()
             self._device, self._state = None, pipe.State()
-            await self._lose_all("the runtime lost its device process")
+            stepped = self._stepping.under_way()
+            self._stepping.end()
+            await self._lose_all("the runtime lost its device process", stepped and stepped[0])
             if not self._draining:
                 log.error("node.device_lost", restart_in_s=RESTART_PAUSE_S)
                 await asyncio.sleep(RESTART_PAUSE_S)
@@ -188,7 +204,7 @@ class Node:
         """Start the process and pass on what it says until it is gone."""
         ours, theirs = pipe.pair()
         with theirs:
-            process = await self._start_device(theirs.fileno())
+            process = self._process = await self._start_device(theirs.fileno())
         device = await pipe.NodeEnd.open(ours)
         try:
             async for message in device.messages():
@@ -203,12 +219,20 @@ class Node:
     async def _start_device(self, fd: int) -> asyncio.subprocess.Process:
         settings = self._settings
         environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "PYTHONUNBUFFERED": "1"}
-        numbers = (int(settings.device_memory), int(settings.host_cache), self._host_cache)
-        arguments = [str(fd), settings.policy, *map(str, numbers)]
-        if settings.journal is not None:
-            arguments.append(str(settings.journal / f"{self._id}.journal"))
+        began = pipe.Began(
+            pipe_fd=fd,
+            policy=settings.policy,
+            pool_bytes=int(settings.device_memory),
+            host_bytes=int(settings.host_cache),
+            host_fd=self._host_cache,
+            stepping_fd=self._stepping_fd,
+            journal=str(settings.journal / f"{self._id}.journal") if settings.journal else "",
+            profile=str(settings.profile or ""),
+        )
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "runtime.device", *arguments, env=environment, pass_fds=[fd, self._host_cache]
+            *(sys.executable, "-P", "-m", "runtime.device", *began.arguments()),
+            env=environment,
+            pass_fds=[fd, self._host_cache, self._stepping_fd],
         )
 
     async def _from_device(self, message: pipe.ToNode, device: pipe.NodeEnd) -> None:
@@ -234,7 +258,7 @@ class Node:
             return
         for delta in deltas:
             if delta.finish is None:
-                gateway.streams[delta.stream] = delta.at + len(delta.tokens)
+                gateway.streams[delta.stream].at = delta.at + len(delta.tokens)
             else:
                 del gateway.streams[delta.stream]
         frame = wire.encode(wire.Frame(runtime=self._id, epoch=self._epoch, seq=gateway.ring.last + 1, deltas=deltas))
@@ -247,11 +271,27 @@ class Node:
         except BusError as error:  # the gateway sees the gap and asks for repair
             log.warning("node.frame_not_sent", gateway=gateway_id, error=str(error))
 
-    async def _lose_all(self, error: str) -> None:
+    async def _lose_all(self, error: str, stepped: str | None = None) -> None:
+        """Other runtimes can go on with them. `stepped`: the model in whose step the device process died."""
         for gateway_id, gateway in self._gateways.items():
-            lost = [Delta(stream, [], at, Finish.ERROR, error=error) for stream, at in gateway.streams.items()]
+            lost = [
+                Delta(number, [], stream.at, Finish.LOST, error=error, suspect=stream.model == stepped)
+                for number, stream in gateway.streams.items()
+            ]
             if lost:
                 await self._publish(gateway_id, lost)
+
+    async def _watch_steps(self) -> None:
+        """A step that never ends is ended with its process."""
+        while True:
+            await asyncio.sleep(min(1.0, self._settings.hang_s / 4))
+            stepped = self._stepping.under_way()
+            process = self._process
+            if stepped and process and process.returncode is None:
+                model, since = stepped
+                if time.monotonic() - since > self._settings.hang_s:
+                    log.error("node.device_hangs", model=model, hang_s=self._settings.hang_s)
+                    process.kill()
 
     # ── leases and heartbeats ─────────────────────────────────────────────────────────────────────────────────────────
 

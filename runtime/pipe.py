@@ -21,6 +21,26 @@ MESSAGE_MOST = 256 << 20  # bytes
 SEND_BUFFER = 4 << 20  # bytes the kernel holds while the other side is busy
 
 
+class Began(msgspec.Struct, frozen=True):
+    """What the device process is started with, as JSON in its command line. Descriptors are inherited."""
+
+    pipe_fd: int
+    policy: str
+    pool_bytes: int
+    host_bytes: int
+    host_fd: int = -1  # the host cache; without one it is this process's own
+    stepping_fd: int = -1  # see runtime/stepping.py
+    journal: str = ""
+    profile: str = ""  # of this machine's costs; without one they are guessed
+
+    def arguments(self) -> list[str]:
+        return [msgspec.json.encode(self).decode()]
+
+    @staticmethod
+    def of(argument: str) -> Began:
+        return msgspec.json.decode(argument, type=Began)
+
+
 class Place(msgspec.Struct, frozen=True, tag=True):
     spec: wire.EngineSpec
 

@@ -79,7 +79,8 @@ class EngineSpec(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Run(Message, frozen=True, kw_only=True, tag=True):
-    """One stream of tokens, asked of one runtime by one gateway. `stream` is unique within the gateway's life."""
+    """One stream of tokens, asked of one runtime by one gateway. `stream` is unique within the gateway's life: each
+    attempt at a request has its own, so nothing of an earlier one is taken for this one's."""
 
     gateway: str
     stream: int
@@ -94,6 +95,8 @@ class Run(Message, frozen=True, kw_only=True, tag=True):
     ttft_s: float = 10.0  # the first token is due so long after the arrival
     tbt_s: float = 0.1  # and each further one so long after the one before was due
     patience_s: float = 1.5  # so late, a token is lost: its request no longer makes others wait
+    made: list[int] = []  # tokens of its output that earlier attempts made: the next one is the one after these
+    first_late: bool = False  # the first of them was
 
 
 class Refusal(IntEnum):
@@ -131,6 +134,7 @@ class Finish(IntEnum):
     ABORT = 2
     ERROR = 3
     REPETITION = 4
+    LOST = 5  # here, not for the client: another runtime can go on with it
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -143,7 +147,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     stop_reason: int | str | None = None
     logprobs: bytes | None = None  # the engine's own encoding
     cached_tokens: int = 0  # of the prompt; set on the first delta
-    error: str = ""  # with finish == ERROR: one sentence for the client
+    error: str = ""  # with finish == ERROR or LOST: one sentence for the client
+    suspect: bool = False  # with finish == LOST: it was in the step in which the engine failed
 
 
 class Frame(Message, frozen=True, kw_only=True, tag=True):

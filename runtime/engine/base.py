@@ -9,6 +9,7 @@ is, and `wait` is for who has nothing else to do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -57,8 +58,11 @@ class Engine(Protocol):
     def kv_fragmentation(self) -> float:
         """Of the pages of KV cache that are in use, the share that holds nothing of a request."""
 
-    def add(self, request: RequestId, payload: bytes) -> None:
-        """Queue a request written by the engine's front half; touches no device memory. Raises BadRequest."""
+    def add(self, request: RequestId, payload: bytes, made: Sequence[int] = ()) -> None:
+        """Queue a request written by the engine's front half; touches no device memory. Raises BadRequest.
+
+        `made` are the first tokens of its output, made by an engine of the same model that is no more. Keys and values
+        of them are computed again, and what comes next is what that engine would have said next."""
 
     def abort(self, requests: list[RequestId]) -> None:
         """Forget these requests, parked ones too; ids the engine does not know are ignored. No output follows."""

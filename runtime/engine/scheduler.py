@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -21,14 +21,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from runtime.engine.blocks import ElasticBlockPool
+from runtime.engine.transfer import Transfer
 from runtime.memory.images import Images, Slabs
 from runtime.memory.kv import KvRegion
 from runtime.memory.native import Direction, PoolError, Ticket
 
 log = structlog.get_logger()
-
-COPY_TRIES = 3  # a copy that fails is made again: the source is still there
-COPY_WAIT_S = 60.0  # the longest that anything waits for a copy
 
 
 @dataclass(slots=True)
@@ -38,8 +36,7 @@ class Away:
     request: Request
     computed: int
     host: list[int]
-    ticket: Ticket | None = None  # of the copy in
-    tries: int = 0
+    coming: list[Transfer] = field(default_factory=list)  # its blocks, back to the device
 
 
 @dataclass(slots=True)
@@ -47,10 +44,7 @@ class Leaving:
     """Requests whose blocks travel to the host together."""
 
     requests: list[Away]
-    device: list[int]
-    host: list[int]
-    ticket: Ticket
-    tries: int = 1
+    transfer: Transfer
 
 
 class PooledScheduler(Scheduler):
@@ -63,6 +57,7 @@ class PooledScheduler(Scheduler):
         self._leaving: Leaving | None = None
         self._parked: dict[str, Away] = {}
         self._arriving: dict[str, Away] = {}
+        self._behind: set[str] = set()  # begun elsewhere, with output that their grammar has not seen yet
         self.recomputed = 0  # requests that lost their KV cache for want of room on the host
 
     def take_over(self, kv: KvRegion, images: Images) -> None:
@@ -82,33 +77,32 @@ class PooledScheduler(Scheduler):
         if batch:
             device = [block for away in batch for block in self._device_blocks(away)]
             host = [block for away in batch for block in away.host]
-            ticket = self._kv.copy(self._cache, device, host, Direction.TO_HOST, after)
-            self._leaving = Leaving(batch, device, host, ticket)
+            self._leaving = Leaving(batch, self._transfer(device, host, Direction.TO_HOST, after))
 
     def all_out(self) -> bool:
         """Whether every copy out is over; the blocks of those requests are free then."""
         leaving = self._leaving
         if leaving is None:
             return True
+        saved = True
         try:
-            if not leaving.ticket.done():
+            if not leaving.transfer.over():
                 return False
         except PoolError as error:
-            if leaving.tries < COPY_TRIES:
-                leaving.tries += 1
-                leaving.ticket = self._kv.copy(self._cache, leaving.device, leaving.host, Direction.TO_HOST, None)
-                return False
             log.error("engine.park_failed", requests=len(leaving.requests), error=str(error))
-            self._leaving = None
-            for away in leaving.requests:
-                self.kv_cache_manager.free(away.request)
-                self._recompute(away)
-            return True
+            saved = False
         self._leaving = None
         for away in leaving.requests:
-            self.kv_cache_manager.free(away.request)
-            self._parked[away.request.request_id] = away
+            self._off_device(away, saved)
         return True
+
+    def _off_device(self, away: Away, saved: bool) -> None:
+        """The copy out is over."""
+        self.kv_cache_manager.free(away.request)
+        if saved:
+            self._parked[away.request.request_id] = away
+        else:
+            self._recompute(away)
 
     def _detach(self, request: Request) -> Away | None:
         """Out of vLLM's books but for its blocks. None: the host has no room, vLLM will compute it again."""
@@ -120,12 +114,21 @@ class PooledScheduler(Scheduler):
             self.recomputed += 1
             super()._preempt_request(request, 0.0)
             return None
+        self._strike_off(request)
+        return Away(request, computed, host)
+
+    def _strike_off(self, request: Request) -> None:
+        """Nobody but us knows of it from here on."""
         self.encoder_cache_manager.free(request)
         self._inflight_prefills.discard(request)
         request.status = RequestStatus.PREEMPTED
         request.spec_token_ids = []
         self.reset_preempted_req_ids.add(request.request_id)
-        return Away(request, computed, host)
+
+    def _transfer(
+        self, device: list[int], host: list[int], direction: Direction, after: Ticket | None = None
+    ) -> Transfer:
+        return Transfer(self._kv, self._cache, device, host, direction, after)
 
     def _device_blocks(self, away: Away) -> list[int]:
         (blocks,) = self.kv_cache_manager.get_block_ids(away.request.request_id)
@@ -136,16 +139,8 @@ class PooledScheduler(Scheduler):
         away = self._detach(request)
         if away is None:
             return
-        try:
-            device = self._device_blocks(away)
-            self._kv.copy(self._cache, device, away.host, Direction.TO_HOST, None).wait(COPY_WAIT_S)
-        except PoolError as error:
-            log.error("engine.park_failed", requests=1, error=str(error))
-            self.kv_cache_manager.free(request)
-            self._recompute(away)
-            return
-        self.kv_cache_manager.free(request)
-        self._parked[request.request_id] = away
+        transfer = self._transfer(self._device_blocks(away), away.host, Direction.TO_HOST)
+        self._off_device(away, saved=transfer.went_well())
 
     def _recompute(self, away: Away) -> None:
         """Its KV cache is lost: to the queue, to be computed anew, as vLLM does with what it preempts."""
@@ -161,19 +156,22 @@ class PooledScheduler(Scheduler):
         for id, away in list(self._parked.items()):
             if len(away.host) + leave > self.blocks.get_num_free_blocks() or not self._place(away):
                 return
-            self._copy_in(away)
+            away.coming = [self._transfer(self._device_blocks(away), away.host, Direction.TO_DEVICE)]
             del self._parked[id]
             self._arriving[id] = away
 
     def land(self) -> None:
         """Let requests go on whose copies are over."""
         for id, away in list(self._arriving.items()):
-            assert away.ticket is not None
             try:
-                if not away.ticket.done():
+                if not all([transfer.over() for transfer in away.coming]):  # asked of each: who failed is made again
                     continue
             except PoolError as error:
-                self._copy_failed(away, error)
+                log.error("engine.resume_failed", requests=1, error=str(error))
+                self._end_coming(away)
+                del self._arriving[id]
+                self.kv_cache_manager.free(away.request)
+                self._recompute(away)
                 continue
             del self._arriving[id]
             self._go_on(away)
@@ -183,9 +181,7 @@ class PooledScheduler(Scheduler):
         self.land()
         self.bring_in()
         while self._arriving and not self.kv_holding_waiting and not self.running:
-            away = next(iter(self._arriving.values()))
-            assert away.ticket is not None
-            _wait(away.ticket)
+            self._end_coming(next(iter(self._arriving.values())))
             self.land()
         # Parked requests come before new ones, which would take the blocks that they wait for.
         self._pause_state = PauseState.PAUSED_NEW if self._parked else PauseState.UNPAUSED
@@ -200,19 +196,6 @@ class PooledScheduler(Scheduler):
         )
         return placed is not None
 
-    def _copy_in(self, away: Away) -> None:
-        away.tries += 1
-        away.ticket = self._kv.copy(self._cache, self._device_blocks(away), away.host, Direction.TO_DEVICE, None)
-
-    def _copy_failed(self, away: Away, error: PoolError) -> None:
-        if away.tries < COPY_TRIES:
-            self._copy_in(away)
-            return
-        log.error("engine.resume_failed", requests=1, error=str(error))
-        del self._arriving[away.request.request_id]
-        self.kv_cache_manager.free(away.request)
-        self._recompute(away)
-
     def _go_on(self, away: Away) -> None:
         request = away.request
         self._slabs.free(away.host)
@@ -223,11 +206,44 @@ class PooledScheduler(Scheduler):
 
     def _settle_arriving(self) -> None:
         """Wait for what is on its way in. What arrived is in; it may be taken out again."""
-        while self._arriving:
-            for away in self._arriving.values():
-                assert away.ticket is not None
-                _wait(away.ticket)
-            self.land()
+        for away in self._arriving.values():
+            self._end_coming(away)
+        self.land()
+        assert not self._arriving
+
+    def _end_coming(self, away: Away) -> None:
+        for transfer in away.coming:
+            transfer.went_well()
+
+    # ── begun elsewhere ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def take_up(self, request: Request) -> None:
+        """It has output that was made elsewhere: what vLLM sees is a request that it preempted."""
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions = 1
+        if request.use_structured_output:
+            self._behind.add(request.request_id)
+        # Was there one of this name before, the runner has not heard of its end, and must not take this for it.
+        self.finished_req_ids.discard(request.request_id)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        return self._caught_up(request) and super()._handle_blocked_waiting_request(request)
+
+    def _caught_up(self, request: Request) -> bool:
+        """Whether its grammar, which is compiled meanwhile, has seen all of its output."""
+        if request.request_id not in self._behind:
+            return True
+        assert request.structured_output_request is not None
+        grammar = request.structured_output_request.grammar
+        if grammar is None:
+            return False
+        self._behind.discard(request.request_id)
+        if isinstance(grammar, Exception) or not self.structured_output_manager.accept_tokens(
+            request, list(request.output_token_ids)
+        ):
+            self.grammar_compile_error_reqs.add(request.request_id)  # the step ends it with an error
+            return False
+        return True
 
     # ── asked by the engine ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -235,8 +251,8 @@ class PooledScheduler(Scheduler):
     def ticket(self) -> Ticket | None:
         """Of a copy under way."""
         if self._leaving is not None:
-            return self._leaving.ticket
-        return next((away.ticket for away in self._arriving.values()), None)
+            return self._leaving.transfer.ticket
+        return next((transfer.ticket for away in self._arriving.values() for transfer in away.coming), None)
 
     @property
     def arriving(self) -> int:
@@ -271,9 +287,9 @@ class PooledScheduler(Scheduler):
                 self.waiting.add_request(request)
 
     def wait_all_out(self) -> None:
-        while not self.all_out():
-            assert self._leaving is not None
-            _wait(self._leaving.ticket)
+        if self._leaving is not None:
+            self._leaving.transfer.went_well()
+        assert self.all_out()
 
     # ── asked by vLLM ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -285,17 +301,10 @@ class PooledScheduler(Scheduler):
         if self._leaving is not None and any(away.request.request_id in ids for away in self._leaving.requests):
             self.wait_all_out()
         for id in ids:
-            if id in self._arriving and (ticket := self._arriving[id].ticket) is not None:
-                _wait(ticket)
+            if id in self._arriving:
+                self._end_coming(self._arriving[id])
             away = self._arriving.pop(id, None) or self._parked.pop(id, None)
             if away is not None:
                 self._slabs.free(away.host)
+        self._behind -= ids
         return super().finish_requests(ids, finished_status)
-
-
-def _wait(ticket: Ticket) -> None:
-    """Until it is over, well or not: who polls it next hears how."""
-    try:
-        ticket.wait(COPY_WAIT_S)
-    except PoolError as error:
-        log.warning("engine.copy_failed", error=str(error))

@@ -9,6 +9,7 @@ every core, is never called: `close` takes apart only what is the core's own.
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -16,9 +17,10 @@ import structlog
 import torch
 from pydantic import ValidationError
 from vllm import SamplingParams
+from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
@@ -46,7 +48,7 @@ class VllmEngine:
     def __init__(self, core: EngineCore, home: Home, kv: KvRegion, images: Images) -> None:
         assert isinstance(core.scheduler, PooledScheduler)
         self._core, self._scheduler = core, core.scheduler
-        self._images = images
+        self._images, self._worker = images, core.model_executor.driver_worker.worker
         self.home, self.kv = home, kv
         self.weights = Weights(home.reservation, home.used, images.cache)
         self._scheduler.take_over(kv, images)
@@ -62,13 +64,40 @@ class VllmEngine:
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, request: RequestId, payload: bytes) -> None:
+    def add(self, request: RequestId, payload: bytes, made: Sequence[int] = ()) -> None:
         try:
-            message: EngineCoreRequest = self._decoder.decode(payload)
-            message.request_id = request
-            self._core.add_request(*self._core.preprocess_add_request(message))
+            asked = self._read(request, payload, bool(made))
+            if made:
+                self._append(asked, made)
+                self._scheduler.take_up(asked)
+            self._core.add_request(asked)
         except Exception as error:
             raise BadRequest(first_line(error)) from error
+        if made:
+            self._worker.take_up(asked, b"")
+
+    def _read(self, id: RequestId, payload: bytes, begun: bool) -> Request:
+        """As vLLM's scheduler wants it. One that was begun elsewhere said there what its prompt's logprobs are."""
+        message: EngineCoreRequest = self._decoder.decode(payload)
+        message.request_id = id
+        if id in self._scheduler.requests:
+            raise BadRequest(f"request {id} is here already: a request has its name for itself")
+        if begun and message.sampling_params is not None:
+            message.sampling_params.prompt_logprobs = None
+        return self._core.preprocess_add_request(message)[0]
+
+    def _append(self, asked: Request, made: Sequence[int]) -> None:
+        """To its output, of which it must have something left to make."""
+        vocabulary = self._core.vllm_config.model_config.get_vocab_size()
+        if (strange := next((token for token in made if not 0 <= token < vocabulary), None)) is not None:
+            raise BadRequest(
+                f"token {strange} was made before, but the vocabulary has {vocabulary}: was it another model's request?"
+            )
+        asked.append_output_token_ids(list(made))
+        if check_stop(asked, self._scheduler.max_model_len):
+            raise BadRequest(
+                f"the {len(made)} tokens that were made before are all of its output: end it with what there is"
+            )
 
     def abort(self, requests: list[RequestId]) -> None:
         self._core.abort_requests(list(requests))
@@ -180,7 +209,7 @@ class VllmEngine:
 
     def stray_bytes(self) -> int:
         """Of parameters and buffers that are not where their pages come and go."""
-        model = self._core.model_executor.driver_worker.worker.model_runner.model
+        model = self._worker.model_runner.model
         home = range(self.home.reservation.address, self.home.reservation.address + self.home.reservation.bytes)
         tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel())
         return sum(tensor.nbytes for tensor in tensors if tensor.data_ptr() not in home)
@@ -266,9 +295,9 @@ class VllmEngine:
         core.scheduler.shutdown()
         context = core.vllm_config.compilation_config.static_forward_context
         clear_layer_kv_caches(context.values())
-        core.model_executor.driver_worker.worker.model_runner.kv_caches.clear()
+        self._worker.model_runner.kv_caches.clear()
         context.clear()
-        del core, self._scheduler, self._blocks
+        del core, self._scheduler, self._blocks, self._worker
         gc.unfreeze()  # EngineCore froze the heap when it was built: without this nothing of it would be collected
         gc.collect()
         gc.freeze()

@@ -27,8 +27,10 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers import rotary_embedding
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
 
 from runtime.engine.base import EngineError
+from runtime.engine.runner import PooledRunner
 from runtime.memory import native
 from runtime.memory.kv import KvRegion
 from runtime.memory.lent import lend, take_back
@@ -69,6 +71,22 @@ _compiled: set[tuple[tuple[int, ...], torch.dtype]] = set()  # products that one
 
 class PooledWorker(Worker):
     """Named in the engine's settings; vLLM makes it."""
+
+    def init_device(self) -> None:
+        super().init_device()  # type: ignore[no-untyped-call]
+        if current_platform.is_cpu():
+            PooledRunner.take_over(self.model_runner)
+
+    def take_up(self, request: Request, generator_state: bytes) -> None:
+        """Be ready to go on with a request that was begun elsewhere. A GPU's runner hears of it when it runs."""
+        if isinstance(self.model_runner, PooledRunner):
+            self.model_runner.take_up(request, generator_state)
+        else:
+            assert self.use_v2_model_runner, "vLLM's old runner for GPUs can't go on with what it did not begin"
+
+    def generator_state(self, id: str) -> bytes:
+        """What `take_up` needs to know elsewhere, beside the tokens; empty where that is nothing."""
+        return self.model_runner.generator_state(id) if isinstance(self.model_runner, PooledRunner) else b""
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         now = building.get()

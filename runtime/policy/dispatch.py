@@ -160,6 +160,37 @@ class Pressure:
         )
 
 
+class Freest:
+    """Any device may serve any model: the one whose batch can go on longest takes the request (Llumnix, §4.4). Without
+    fresh reports devices take turns, so that nobody waits for the reports to come back."""
+
+    def __init__(self) -> None:
+        self._turns = InTurns()
+
+    def arrived(self, request: Request, cluster: Cluster, now: float) -> Sequence[Assigned]:
+        number = cluster.freest(request, now)
+        return self._turns.arrived(request, cluster, now) if number is None else [Assigned(request, number)]
+
+    def ended(self, assigned: Assigned, cluster: Cluster, now: float) -> Sequence[Assigned]:
+        return ()
+
+
+class InTurns:
+    """Any device may serve any model, and each gets the next request."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def arrived(self, request: Request, cluster: Cluster, now: float) -> Sequence[Assigned]:
+        numbers = [device.number for device in cluster.devices if device.serves]
+        number = next((number for number in numbers if number >= self._next), numbers[0])
+        self._next = number + 1
+        return [Assigned(request, number)]
+
+    def ended(self, assigned: Assigned, cluster: Cluster, now: float) -> Sequence[Assigned]:
+        return ()
+
+
 class Roles:
     """Devices for prefill and devices for decode (Aegaeon, §4): the first `prefill` of them compute prompts in groups,
     each where it is done first; then a request goes where its model decodes, else where there is least to do."""

@@ -6,6 +6,7 @@ one that a placement would bring about, with the model counted in, and a device 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,15 +22,24 @@ _NEVER = float("inf")
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A model to be placed."""
+    """A model to be placed, all of it; each of its `parts` on a device of its own, all of one node."""
 
     model: ModelKey
     demand: float
     weight_bytes: int
     kv_bytes_least: int  # one request of its longest length
     move_s: float  # to load it elsewhere
-    device: int | None = None  # where it is
+    devices: tuple[int, ...] = ()  # where its parts are
     moved_at: float = -_NEVER
+    parts: int = 1
+
+    @property
+    def part(self) -> Candidate:
+        """What one of its devices has of it."""
+        if self.parts == 1:
+            return self
+        weight_bytes, kv_bytes_least = -(-self.weight_bytes // self.parts), -(-self.kv_bytes_least // self.parts)
+        return Candidate(self.model, self.demand / self.parts, weight_bytes, kv_bytes_least, self.move_s)
 
 
 @dataclass(slots=True)
@@ -65,29 +75,60 @@ def score(room: Room, model: Candidate) -> float:
 
 
 def place(
-    models: Sequence[Candidate], device_bytes: Sequence[int], now: float, gain_least: float = 0.0
-) -> dict[ModelKey, int | None]:
-    """A device for each model, by its place in `device_bytes`; None where there is no room for it.
+    models: Sequence[Candidate],
+    device_bytes: Sequence[int],
+    now: float,
+    gain_least: float = 0.0,
+    nodes: Sequence[int] | None = None,
+) -> dict[ModelKey, tuple[int, ...]]:
+    """The devices of each model, by their places in `device_bytes`; none where there is no room for all of its parts.
 
     A model moves if that lowers the pressure by GAIN_LEAST of what it is and by `gain_least` (the paper's tau), and if
-    it pays for its load. So moves are few, and the bound of the paper's appendix does not hold."""
+    it pays for its load. So moves are few, and the bound of the paper's appendix does not hold. `nodes`: that of each
+    device, if there are several."""
     rooms = [Room(size) for size in device_bytes]
-    placed: dict[ModelKey, int | None] = {}
+    by_node = groups(len(rooms), nodes)
+    placed: dict[ModelKey, tuple[int, ...]] = {}
     for model in sorted(models, key=lambda model: (-model.demand, -model.weight_bytes, model.model)):
-        device = _device(model, [score(room, model) for room in rooms], now, gain_least)
-        placed[model.model] = device
-        if device is not None:
-            rooms[device].add(model)
+        part = model.part
+        devices = _devices(model, [score(room, part) for room in rooms], by_node, now, gain_least)
+        placed[model.model] = devices
+        for device in devices:
+            rooms[device].add(part)
     return placed
 
 
-def _device(model: Candidate, scores: Sequence[float], now: float, gain_least: float) -> int | None:
-    best = min(range(len(scores)), key=lambda device: (scores[device], device), default=None)
-    if best is None or scores[best] == _NEVER:
-        return None
-    if model.device is None or scores[model.device] == _NEVER:
-        return best
-    return best if _pays(model, scores[model.device], scores[best], now, gain_least) else model.device
+def groups(count: int, nodes: Sequence[int] | None) -> list[list[int]]:
+    """Devices by their node."""
+    found: dict[int, list[int]] = {}
+    for device in range(count):
+        found.setdefault(0 if nodes is None else nodes[device], []).append(device)
+    return list(found.values())
+
+
+def _devices(
+    model: Candidate, scores: Sequence[float], by_node: Sequence[Sequence[int]], now: float, gain_least: float
+) -> tuple[int, ...]:
+    best = least_pressed(scores, by_node, model.parts)
+    if best is None:
+        return ()
+    there, devices = best
+    here = max((scores[device] for device in model.devices), default=_NEVER)
+    if len(model.devices) != model.parts or here == _NEVER:
+        return devices
+    return devices if _pays(model, here, there, now, gain_least) else model.devices
+
+
+def least_pressed(
+    scores: Sequence[float], by_node: Sequence[Sequence[int]], parts: int
+) -> tuple[float, tuple[int, ...]] | None:
+    """So many devices of one node, and the pressure on the one of them that has the most; None: nowhere is room."""
+    found: list[tuple[float, tuple[int, ...]]] = []
+    for devices in by_node:
+        least = heapq.nsmallest(parts, [(scores[device], device) for device in devices])
+        if len(least) == parts and least[-1][0] < _NEVER:
+            found.append((least[-1][0], tuple(sorted(device for _, device in least))))
+    return min(found, default=None)
 
 
 def _pays(model: Candidate, here: float, there: float, now: float, gain_least: float) -> bool:

@@ -20,7 +20,7 @@ from runtime.costs import Profile, load_profile
 from runtime.request import Objective
 from runtime.sim.capacity import Measure, Point, Run, Scenario, Search, Tuning, processes
 from runtime.sim.compiled import start_again
-from runtime.sim.fleet import FLEETS, check, simulate
+from runtime.sim.fleet import DISPATCHES, FLEETS, Changes, check, simulate
 from runtime.sim.plan import Question, as_it_is, plan, read_sizes
 from runtime.sim.replay import replay
 from runtime.sim.report import Span, attainment_svg, chrome_trace, timeline_svg
@@ -73,6 +73,10 @@ def _sim_options(parser: argparse.ArgumentParser) -> None:
     _fleet_options(parser)
     option("--set", type=_setting, action="append", default=[], metavar="NAME=VALUE", help="tune the policy")
     option("--seed", type=_seed, default=7, help="[%(default)s]")
+    option("--dispatch", choices=DISPATCHES, default="", help="who takes a request [as the policy has it]")
+    option("--migrate", action="store_true", help="requests move from full devices to free ones while they run")
+    option("--scale", type=_range, metavar="MIN:MAX", help="GPUs join and leave with the load, from --gpus on")
+    option("--faults", type=_count, default=0, metavar="N", help="so many times a GPU dies or hangs, or a move fails")
     option("--check", action="store_true", help="check after every event that the books are right")
     option("--chrome-trace", type=Path, metavar="FILE", help="who held each GPU when, for a trace viewer")
     option("--capacity", type=_share, metavar="SHARE", help="search the most models per GPU with that attainment")
@@ -88,9 +92,10 @@ def _sim(chosen: argparse.Namespace) -> None:
     check(chosen.policy, **dict(tuning))
     if chosen.capacity is None:
         _sim_once(chosen, scenario, tuning)
-    elif chosen.check or chosen.chrome_trace or tuning:
+    elif chosen.check or chosen.chrome_trace or tuning or _changes(chosen) != Changes(seed=chosen.seed):
         raise ValueError(
-            "--capacity makes many runs and tunes them itself: leave out --check, --chrome-trace and --set"
+            "--capacity makes many runs of one policy and tunes it itself: leave out --check, --chrome-trace, --set, "
+            "--dispatch, --migrate, --scale and --faults"
         )
     else:
         _sim_capacity(chosen, scenario)
@@ -121,6 +126,7 @@ def _sim_once(chosen: argparse.Namespace, scenario: Scenario, tuning: Tuning) ->
         scenario.objective,
         spans,
         chosen.check,
+        changes=_changes(chosen),
         **settings,
     )
     took_s = time.perf_counter() - began
@@ -129,7 +135,17 @@ def _sim_once(chosen: argparse.Namespace, scenario: Scenario, tuning: Tuning) ->
     if chosen.picture:
         chosen.picture.write_text(timeline_svg(spans or ()))
     told = msgspec.to_builtins(result) | {"models": models, "events_per_s": round(result.events / took_s)}
+    if chosen.dispatch:
+        told["dispatch"] = chosen.dispatch
     _tell(_asked(chosen) | told, chosen.json)
+
+
+def _changes(chosen: argparse.Namespace) -> Changes:
+    if chosen.scale and not chosen.scale[0] <= chosen.gpus <= chosen.scale[1]:
+        raise ValueError(
+            f"--scale {chosen.scale[0]}:{chosen.scale[1]} leaves out --gpus {chosen.gpus}, where it begins"
+        )
+    return Changes(chosen.dispatch, chosen.migrate, chosen.scale, chosen.faults, chosen.seed)
 
 
 def _sim_capacity(chosen: argparse.Namespace, scenario: Scenario) -> None:
@@ -332,6 +348,13 @@ def _number(text: str, allowed: Callable[[float], bool], what: str) -> float:
     if not (math.isfinite(value) and allowed(value)):
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return value
+
+
+def _range(text: str) -> tuple[int, int]:
+    least, colon, most = text.partition(":")
+    if not colon or _count(least) > _count(most):
+        raise argparse.ArgumentTypeError(f"{text!r} is no range: write it as 2:16")
+    return _count(least), _count(most)
 
 
 def _setting(text: str) -> tuple[str, float]:

@@ -21,8 +21,11 @@ PACKAGES = ("runtime", "store")
 COMPILED = (  # what runs for every event, but for structs and protocols, from which mypyc makes nothing
     *(f"runtime/{name}.py" for name in ("attainment", "cluster", "estimate", "instance", "model", "pages")),
     *(f"runtime/{name}.py" for name in ("request", "rooms")),
-    *(f"runtime/policy/{name}.py" for name in ("dispatch", "eviction", "idle", "prefetch", "slack", "turns")),
-    *(f"runtime/sim/{name}.py" for name in ("engine", "world")),
+    *(
+        f"runtime/policy/{name}.py"
+        for name in ("dispatch", "eviction", "idle", "migration", "prefetch", "scaling", "slack", "turns")
+    ),
+    *(f"runtime/sim/{name}.py" for name in ("device", "engine", "moves", "world")),
 )
 DONE = "compiled"  # a file that says that the folder is whole
 BUILD_S_MOST = 900.0

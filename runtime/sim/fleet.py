@@ -1,4 +1,5 @@
-"""A policy by name, as a fleet runs it: who takes a request, and whose turn it is on each device."""
+"""A policy by name, as a fleet runs it: who takes a request, whose turn it is on each device, and what the fleet does of
+itself: move requests, grow and shrink."""
 
 from __future__ import annotations
 
@@ -8,14 +9,17 @@ from dataclasses import dataclass
 
 import msgspec
 
+from runtime.cluster import Rules
 from runtime.costs import Law, Profile
 from runtime.policy.aegaeon import Aegaeon
-from runtime.policy.dispatch import Dispatch, FirstFree, Fixed, LeastLoaded, Pressure, Roles
+from runtime.policy.dispatch import Dispatch, FirstFree, Fixed, Freest, InTurns, LeastLoaded, Pressure, Roles
 from runtime.policy.fixed import RequestLevel, Resident
 from runtime.policy.prism import Prism
+from runtime.policy.scaling import Band
 from runtime.policy.slack import Slack
 from runtime.policy.turns import RoundRobin, Turns
 from runtime.request import ModelKey, Objective
+from runtime.sim.faults import drawn
 from runtime.sim.report import Span
 from runtime.sim.workload import Workload
 from runtime.sim.world import Result, World
@@ -80,6 +84,24 @@ FLEETS: dict[str, Callable[..., Fleet]] = {
     "round-robin": lambda setting, quota=8: Fleet(lambda: RoundRobin(quota), LeastLoaded()),
 }
 
+# Where devices come and go, or requests move. In the last two any device may serve any model.
+DISPATCHES: dict[str, Callable[[], Dispatch]] = {"least-loaded": LeastLoaded, "freest": Freest, "in-turns": InTurns}
+# Freeness of a fleet that scales, by whether each model has one place: then it is time that gets short, not memory.
+BANDS = {True: (150.0, 400.0), False: (10.0, 60.0)}
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """What happens to a fleet while it serves."""
+
+    dispatch: str = ""  # one of DISPATCHES instead of the policy's own
+    migrate: bool = False
+    scale: tuple[int, int] | None = None  # the fewest devices and the most
+    faults: int = 0
+    seed: int = 0  # of the faults
+
+
+AS_IT_IS = Changes()
+
 
 def check(policy: str, **tuning: float) -> None:
     """Raises ValueError where there is no such policy, or it can't be tuned so."""
@@ -102,23 +124,43 @@ def simulate(
     checks: bool = False,
     warm_s: float = 60.0,
     drain_s: float = 120.0,
+    changes: Changes = AS_IT_IS,
     **tuning: float,
 ) -> Result:
     """What became of the requests after the warm-up, which is at most a quarter of the workload. Raises ValueError."""
     check(policy, **tuning)
     fleet = FLEETS[policy](Setting(workload, profile, devices), **tuning)
+    dispatch = DISPATCHES[changes.dispatch]() if changes.dispatch else fleet.dispatch
     world = World(
         workload,
         _shared(profile) if fleet.shares else profile,
         fleet.turns,
-        fleet.dispatch,
+        dispatch,
         devices,
         objective,
         spans,
         checks,
+        _rules(changes, policy, dispatch),
+        drawn(changes.faults, devices, workload.duration_s, changes.seed),
     )
     world.run(drain_s)
     return world.result(min(warm_s, workload.duration_s / 4))
+
+
+def _rules(changes: Changes, policy: str, dispatch: Dispatch) -> Rules | None:
+    """None where devices need not report. Raises ValueError where the dispatch can't do what is asked."""
+    if (changes.migrate or changes.scale or changes.faults) and not isinstance(
+        dispatch, (LeastLoaded, Freest, InTurns)
+    ):
+        raise ValueError(
+            f"devices of policy {policy!r} have fixed parts, so requests do not move and devices do not come or go: "
+            f"name one of {', '.join(DISPATCHES)} as its dispatch"
+        )
+    if not (changes.migrate or changes.scale or isinstance(dispatch, Freest)):
+        return None
+    whole = isinstance(dispatch, LeastLoaded)
+    band = Band(*changes.scale, *BANDS[whole]) if changes.scale else None
+    return Rules(migrate=changes.migrate, whole=whole, band=band)
 
 
 def _shared(profile: Profile) -> Profile:

@@ -107,7 +107,7 @@ class Ours:
         self = cls()
         ours, theirs = pipe.pair()
         with theirs:
-            arguments = [str(theirs.fileno()), "round-robin", str(POOL_BYTES), str(HOST_BYTES), "-1"]
+            arguments = pipe.Began(theirs.fileno(), "round-robin", POOL_BYTES, HOST_BYTES).arguments()
             self._child = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "runtime.device", *arguments, pass_fds=[theirs.fileno()], cwd=ROOT
             )

@@ -179,9 +179,9 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def add(self, request: RequestId, payload: bytes) -> None:
+    def add(self, request: RequestId, payload: bytes, made: Sequence[int] = ()) -> None:
         self._prompts = True
-        self._engine.add(request, payload)
+        self._engine.add(request, payload, made)
 
     def step(self) -> list[Output]:
         began = time.perf_counter()

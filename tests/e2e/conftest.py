@@ -71,11 +71,26 @@ class Platform:
 
     def child(self, *words: str) -> psutil.Process:
         """The one process of the tree whose command line has all of these words."""
-        assert self.process is not None
-        tree = psutil.Process(self.process.pid).children(recursive=True)
-        found = [child for child in tree if all(any(word in part for part in child.cmdline()) for word in words)]
+        found = self.children(*words)
         assert len(found) == 1, f"{words}: {len(found)} processes"
         return found[0]
+
+    def children(self, *words: str) -> list[psutil.Process]:
+        assert self.process is not None
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it may just have ended
+                if all(any(word in part for part in child.cmdline()) for word in words):
+                    found.append(child)
+        return found
+
+    def runtime(self, id: str) -> psutil.Process | None:
+        """The node process of that name; None while it is being started again."""
+        for child in self.children("runtime.node"):
+            with contextlib.suppress(psutil.Error):
+                if child.environ().get("STACCATO_RUNTIME_ID") == id:
+                    return child
+        return None
 
     # ── the control plane ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,5 +1,5 @@
-"""kill -9 of any one process of the platform in mid-stream: it is started again, clients get the rest or an error,
-never silence, and what is booked is what they got."""
+"""kill -9 of any one process of the platform in mid-stream: it is started again, clients get the rest, or an error when
+it was their gateway, never silence, and what is booked is what they got."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import free_port
 from tests.e2e.conftest import Platform
 
 STREAMS, TOKENS = 3, 300
-SILENCE_MOST_S = 12.0
+SILENCE_MOST_S = 60.0  # the only runtime has to come back
 
 VICTIMS = {
     "nats": ("nats-server",),
@@ -115,10 +115,10 @@ async def test_a_killed_process_comes_back_and_no_token_is_lost_or_billed_twice(
     for outcome in outcomes:
         assert outcome.ended and outcome.ended != "silence", outcome
         assert (outcome.ended == "done") == (outcome.tokens == TOKENS), outcome
-    if victim in ("nats", "ledger"):
-        assert [outcome.ended for outcome in outcomes] == ["done"] * STREAMS
-    else:
+    if victim == "gateway":
         assert all(outcome.ended != "done" for outcome in outcomes), "nobody was hurt: the test proves nothing"
+    else:
+        assert [outcome.ended for outcome in outcomes] == ["done"] * STREAMS
 
     async def one_more() -> Outcome:
         return await stream(mortal, [9, 9, 9], 5, asyncio.Event())

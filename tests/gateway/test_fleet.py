@@ -23,6 +23,28 @@ async def test_of_runtimes_equally_near_the_one_with_the_fewest_requests_is_take
     assert plane.fleet.choose("m") == "r2"
 
 
+async def test_many_requests_of_one_model_are_worth_its_way_to_another_runtime(plane: Plane) -> None:
+    for busy, chosen in ((15, "r1"), (17, "r2")):
+        await plane.report({"m": ModelState(residency=Residency.RESIDENT, running=busy)}, "r1")
+        await plane.report({"m": ModelState(residency=Residency.STAGED)}, "r2")
+        assert plane.fleet.choose("m") == chosen
+
+
+async def test_models_that_sleep_everywhere_spread_before_the_next_lease_says_so(plane: Plane) -> None:
+    for runtime in ("r1", "r2", "r3"):
+        states = {model: ModelState(residency=Residency.STAGED) for model in "abc"}
+        await plane.report(states, runtime)
+    chosen = []
+    for model in "abc":
+        runtime = plane.fleet.choose(model)
+        assert runtime is not None
+        plane.fleet.took(runtime)
+        chosen.append(runtime)
+    assert chosen == ["r1", "r2", "r3"]
+    plane.fleet.gave_back("r2")
+    assert plane.fleet.choose("a") == "r2"
+
+
 async def test_a_runtime_where_the_model_failed_is_not_chosen(plane: Plane) -> None:
     await plane.report({"m": ModelState(residency=Residency.FAILED, error="it can't be read")})
     assert plane.fleet.choose("m") is None

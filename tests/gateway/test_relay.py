@@ -170,7 +170,7 @@ async def test_a_frame_sent_twice_is_delivered_once(nats_server: NatsServer) -> 
         assert heard.tokens == [1, 2]
 
 
-async def test_what_can_no_longer_be_repaired_ends_the_stream_with_an_error(nats_server: NatsServer) -> None:
+async def test_what_can_no_longer_be_repaired_is_lost_to_that_runtime(nats_server: NatsServer) -> None:
     async with joined(nats_server) as (relay, runtime):
         lost, later = Heard(), Heard()
         await relay.run("r1", run(1), lost)
@@ -179,8 +179,10 @@ async def test_what_can_no_longer_be_repaired_ends_the_stream_with_an_error(nats
         runtime.ring.clear()
         await runtime.make(1, 2, [3])
         end = await lost.until_end()
-        assert end.finish is Finish.ERROR and "lost on the way" in end.error
+        assert end.finish is Finish.LOST and "lost on the way" in end.error
         assert lost.tokens == [1]
+        await asyncio.sleep(0.1)
+        assert runtime.cancelled == [1]  # it is not to work for nobody
         await relay.run("r1", run(2), later)  # the runtime is as good as before
         await runtime.make(2, 0, [7], Finish.STOP)
         await later.until_end()
@@ -195,7 +197,7 @@ async def test_a_silent_runtime_is_taken_for_dead_within_three_seconds(nats_serv
         runtime.mute = True
         started = asyncio.get_running_loop().time()
         end = await heard.until_end()
-        assert end.finish is Finish.ERROR and "silent" in end.error
+        assert end.finish is Finish.LOST and "silent" in end.error
         assert asyncio.get_running_loop().time() - started < 3.5
 
 
@@ -255,5 +257,6 @@ async def test_a_bus_that_stays_away_ends_the_streams(nats_server: NatsServer, m
         heard = Heard()
         await relay.run("r1", run(1), heard)
         nats_server.kill()
-        assert "bus is away" in (await heard.until_end()).error
+        end = await heard.until_end()
+        assert end.finish is Finish.ERROR and "bus is away" in end.error
         nats_server.start()

@@ -1,12 +1,14 @@
-"""The books of a fleet: the cheapest device is the one that a look at all of them would find."""
+"""The machine of a fleet: the cheapest device is the one that a look at all would find, and orders make sense."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.cluster import Cluster
+from runtime.cluster import MOVE_S_MOST, STALE, Cluster, Drain, Join, Migrate, Order, Retire, Rules
 from runtime.costs import ModelSize, unknown
+from runtime.policy.migration import Load
+from runtime.policy.scaling import Band
 from runtime.request import ModelKey, Request, request_id
 
 MODELS = {
@@ -63,3 +65,132 @@ def test_loads_are_the_sums_of_their_shares_and_nothing_without_requests(
         assert abs(device.load - sum(share.load for share in device.work.values())) < 1e-9
         assert all(share.requests > 0 for share in device.work.values())
         assert device.work or device.load == 0.0
+
+
+# ── orders ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load(number: int, at: float, used: float, requests: int = 4, **shares: float) -> Load:
+    """Of a device with a thousand bytes for keys and values."""
+    by_model = {ModelKey(name): share for name, share in shares.items()}
+    return Load(number, at, 1000.0, used, float(requests), requests, 0, sum(shares.values()), by_model)
+
+
+def told(cluster: Cluster, *loads: Load) -> Cluster:
+    for each in loads:
+        cluster.hear(each)
+    return cluster
+
+
+ONE_BY_ONE = Rules(migrate=True, whole=False)
+
+
+def test_requests_go_from_the_full_to_the_free_while_their_reports_are_fresh() -> None:
+    cluster = told(Cluster(3, MODELS, ONE_BY_ONE), load(0, 1.0, 1000), load(1, 1.0, 500), load(2, 1.0, 100))
+    assert cluster.tick(1.0) == [Migrate(0, 2)]
+    assert cluster.tick(1.0 + 2 * STALE) == []
+
+
+def test_a_report_that_comes_late_changes_nothing() -> None:
+    cluster = told(Cluster(2, MODELS, ONE_BY_ONE), load(0, 2.0, 0), load(1, 2.0, 0), load(0, 1.0, 1000))
+    assert cluster.tick(2.0) == []
+
+
+def test_a_model_with_one_place_moves_whole_and_new_requests_are_for_its_next_place() -> None:
+    cluster = Cluster(2, MODELS, Rules(migrate=True))
+    cluster.assigned(asked(ModelKey("a"), 1), 0)
+    told(cluster, load(0, 1.0, 10, a=0.5, b=0.7), load(1, 1.0, 10, c=0.1))
+    assert cluster.tick(1.0) == [Migrate(0, 1, ModelKey("a"))]
+    assert cluster.where == {ModelKey("a"): 1}
+    assert cluster.tick(1.0) == []  # one move at a time
+    cluster.settled(0)
+    assert cluster.tick(1.0) == [Migrate(0, 1, ModelKey("a"))]
+
+
+def test_a_move_that_was_never_heard_of_is_forgotten() -> None:
+    cluster = told(Cluster(2, MODELS, Rules(migrate=True)), load(0, 1.0, 10, a=0.5, b=0.7), load(1, 1.0, 10))
+    cluster.tick(1.0)
+    later = 1.0 + MOVE_S_MOST
+    told(cluster, load(0, later, 10, a=0.5, b=0.7), load(1, later, 10))
+    assert cluster.tick(later) == [Migrate(0, 1, ModelKey("a"))]
+
+
+def test_the_freest_is_the_one_whose_batch_goes_on_longest_and_counts_what_it_was_given() -> None:
+    cluster = told(Cluster(3, MODELS, ONE_BY_ONE), load(0, 1.0, 400), load(1, 1.0, 0, requests=0), load(2, 1.0, 0))
+    assert [cluster.freest(asked(ModelKey("a"), stream), 1.0 + stream) for stream in range(2)] == [1, 2]
+    told(cluster, load(1, 1.5, 0, requests=0), load(2, 1.5, 0))
+    assert cluster.freest(asked(ModelKey("a"), 2), 2.0) == 1  # its report knows of the first one, and it is over
+    assert cluster.freest(asked(ModelKey("a"), 3), 9.0) is None  # nobody has reported lately
+
+
+def test_devices_join_drain_and_retire_when_nothing_is_left_on_them() -> None:
+    cluster = Cluster(2, MODELS, Rules(band=Band(1, 4)))
+    request = asked(ModelKey("a"), 1)
+    cluster.assigned(request, 1)
+    orders = []
+    for second in range(10):
+        told(cluster, load(0, second, 10), load(1, second, 10, requests=1))
+        orders += cluster.tick(second)
+    assert orders == [Drain(1)]
+    assert "a" not in cluster.where
+    assert cluster.cheapest(ModelKey("a"), 0.0, 0.0) == 0
+    cluster.ended(request, 1)
+    told(cluster, load(0, 10.0, 10), load(1, 10.0, 0, requests=0))
+    assert cluster.tick(10.0) == [Retire(1)]
+    full = []
+    for second in range(30, 40):
+        told(cluster, load(0, second, 2500))
+        full += cluster.tick(second)
+    assert full == [Join(2)]
+    cluster.joined(1)
+    cluster.joined(2)
+    assert [device.serves for device in cluster.devices] == [True] * 3
+
+
+def test_who_died_is_given_nothing_and_is_waited_for() -> None:
+    cluster = Cluster(2, MODELS, Rules(migrate=True, whole=False, band=Band(2, 4)))
+    cluster.loads(1, ModelKey("a"))
+    told(cluster, load(0, 1.0, 1000), load(1, 1.0, 0, requests=0))
+    cluster.died(1)
+    told(cluster, load(1, 1.5, 0, requests=0))  # sent before it died
+    assert cluster.tick(2.0) == []
+    assert cluster.cheapest(ModelKey("a"), 0.5, 0.5) == 0
+    assert cluster.freest(asked(ModelKey("a"), 1), 2.0) == 0
+    cluster.joined(1)
+    assert cluster.cheapest(ModelKey("a"), 0.5, 0.5) == 0  # it came back with nothing
+    assert not cluster.devices[1].resident
+
+
+REPORTS = st.lists(st.tuples(NUMBERS, st.floats(0, 1100), st.integers(0, 9), st.floats(0, 1.5)), max_size=12)
+
+
+@given(st.lists(REPORTS, max_size=12), st.sets(st.integers(0, 11)), st.booleans())
+def test_whatever_is_reported_no_device_takes_and_gives_and_a_leaving_one_takes_nothing(
+    ticks: list[list[tuple[int, float, int, float]]], deaths: set[int], whole: bool
+) -> None:
+    cluster = Cluster(4, MODELS, Rules(migrate=True, whole=whole, band=Band(1, 4, low_checks=1, high_checks=1)))
+    drained: set[int] = set()
+    for second, reports in enumerate(ticks):
+        there = [device.number for device in cluster.devices if device.there]
+        told(cluster, *(load(number, second, used, count, a=busy) for number, used, count, busy in reports))
+        if second in deaths and len(there) > 1:
+            cluster.died(there[0])
+            drained.discard(there[0])
+        orders = cluster.tick(float(second))
+        moves = [order for order in orders if isinstance(order, Migrate)]
+        named = [number for order in moves for number in (order.source, order.target)]
+        assert len(named) == len(set(named))
+        assert all(cluster.devices[number].there for number in named if number not in retired(orders))
+        assert not {order.target for order in moves} & drained
+        drained |= {order.device for order in orders if isinstance(order, Drain)}
+        assert retired(orders) <= drained
+        for order in orders:
+            if isinstance(order, Join):
+                gone = [device.number for device in cluster.devices if not device.there and not device.died]
+                for number in [*gone, *range(len(cluster.devices), 20)][: order.count]:
+                    cluster.joined(number)
+                    drained.discard(number)
+
+
+def retired(orders: list[Order]) -> set[int]:
+    return {order.device for order in orders if isinstance(order, Retire)}

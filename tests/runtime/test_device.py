@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -43,7 +43,7 @@ class Scripted:
         wanted = len(self.requests)
         return Held(self.weights, self.kv, wanted, max(0, self.kv - wanted))
 
-    def add(self, request: RequestId, payload: bytes) -> None:
+    def add(self, request: RequestId, payload: bytes, made: Sequence[int] = ()) -> None:
         if payload == b"bad":
             raise BadRequest("that is no request")
         self.requests[request] = 0

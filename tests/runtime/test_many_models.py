@@ -38,7 +38,7 @@ class DeviceProcess:
         self = cls()
         ours, theirs = pipe.pair()
         with theirs:
-            arguments = [str(theirs.fileno()), "round-robin", str(pool_bytes), str(host_bytes), "-1"]
+            arguments = pipe.Began(theirs.fileno(), "round-robin", pool_bytes, host_bytes).arguments()
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "runtime.device", *arguments, pass_fds=[theirs.fileno()], cwd=ROOT
             )

@@ -51,6 +51,16 @@ def test_a_trace_is_replicated_to_as_many_models_as_asked_for(
     assert answer["workload"] == str(path)
 
 
+def test_a_fleet_that_changes_is_a_function_of_its_arguments_too(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ["--migrate", "--scale", "1:4", "--faults", "3", "--check"]
+    for dispatch in ("least-loaded", "freest", "in-turns"):
+        once, again = (told(capsys, "sim", *QUICK, "--dispatch", dispatch, *changes) for _ in range(2))
+        assert once.pop("events_per_s") and again.pop("events_per_s")
+        assert once == again
+        assert once["finished"] == 1.0
+        assert once["dispatch"] == dispatch
+
+
 def test_pictures_and_traces_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture, trace = tmp_path / "run.svg", tmp_path / "run.json"
     told(capsys, "sim", *QUICK, "--picture", str(picture), "--chrome-trace", str(trace))
@@ -117,6 +127,10 @@ def test_plan_says_when_the_most_gpus_are_too_few(capsys: pytest.CaptureFixture[
         (["sim", "--capacity", "0.9", "--check"], "--check"),
         (["sim", "--workload", "nowhere.csv", "--cv", "4"], "--cv"),
         (["sim", "--picture", "/nowhere/at/all.svg", *QUICK], "/nowhere/at/all.svg"),
+        (["sim", "--scale", "4:2"], "2:16"),
+        (["sim", "--scale", "4:8", "--gpus", "2"], "--gpus 2"),
+        (["sim", "--migrate", "--policy", "aegaeon"], "least-loaded"),
+        (["sim", "--faults", "3", "--capacity", "0.9"], "--faults"),
         (["plan", "--trace", "nowhere.parquet", "--gpus", "h100:2"], "nowhere.parquet"),
         (["plan", "--trace", "nowhere.parquet", "--gpus", "h100"], "h200:4"),
         (["plan", "--gpus", "h100:2"], "--trace"),

@@ -1,0 +1,84 @@
+"""vLLM's model runner for CPUs, which takes up requests that were begun elsewhere.
+
+vLLM's newer runner, the one for GPUs, needs none of this: the scheduler tells it all tokens of every request that comes
+back, and what it draws for a token follows from the seed and the token's place alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from vllm.sampling_params import SamplingType
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+DRAW_BELOW = 2**31  # each token of a seeded request takes one number below this from the request's generator
+
+
+class PooledRunner(CPUModelRunner):
+    """Made of an ordinary runner by `take_over`: vLLM builds its runner where no class can be handed in."""
+
+    @classmethod
+    def take_over(cls, runner: CPUModelRunner) -> PooledRunner:
+        assert type(runner) is CPUModelRunner, f"this vLLM has a {type(runner).__name__}"
+        runner.__class__ = cls
+        assert isinstance(runner, cls)
+        return runner
+
+    def take_up(self, request: Request, generator_state: bytes) -> None:
+        """Know a request with the output it has, as if all of that had been made here.
+
+        Without the state of its generator, as many numbers are drawn from a new one as it has tokens."""
+        sampling, made = request.sampling_params, list(request.output_token_ids)
+        assert sampling is not None
+        generator = None
+        if sampling.sampling_type == SamplingType.RANDOM_SEED:
+            generator = torch.Generator(device=self.device)
+            if generator_state:
+                generator.set_state(torch.frombuffer(bytearray(generator_state), dtype=torch.uint8))
+            else:
+                assert sampling.seed is not None
+                generator.manual_seed(sampling.seed)
+                for _ in made:
+                    torch.randint(0, DRAW_BELOW, (1,), generator=generator)
+        state = CachedRequestState(
+            req_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_embeds=request.prompt_embeds,
+            prompt_is_token_ids=request.prompt_is_token_ids,
+            mm_features=request.mm_features,
+            sampling_params=sampling,
+            pooling_params=None,
+            generator=generator,
+            block_ids=([],),  # the scheduler says when it lets it run
+            num_computed_tokens=0,
+            output_token_ids=made,
+            lora_request=request.lora_request,
+        )
+        if self.uses_mrope:
+            self._init_mrope_positions(state)
+        self.requests[request.request_id] = state
+        self.num_prompt_logprobs.pop(request.request_id, None)  # of one that had the same name
+
+    def generator_state(self, id: str) -> bytes:
+        """Empty for a request without a seed."""
+        generator = self.requests[id].generator
+        return b"" if generator is None else bytes(generator.get_state().numpy())
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Callable[[], None] | None:
+        """A piece of a prompt that is not its last makes no token and draws nothing: vLLM has it draw and takes that
+        back, which generators of a CPU can't."""
+        correct: Callable[[], None] | None = super()._update_states(scheduler_output)
+        for id, tokens in scheduler_output.num_scheduled_tokens.items():
+            state = self.requests[id]
+            if state.generator is None:
+                continue
+            index = self.input_batch.req_id_to_index[id]
+            if state.num_computed_tokens + tokens < state.num_tokens:
+                self.input_batch.generators.pop(index, None)
+            else:
+                self.input_batch.generators[index] = state.generator
+        return correct

@@ -1,0 +1,349 @@
+"""One simulated device: its machine decides, and what that asks for takes as long as a profile says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from runtime.events import (
+    Abort,
+    Add,
+    Arrived,
+    Build,
+    Built,
+    Check,
+    Checked,
+    Close,
+    Closed,
+    Effect,
+    Event,
+    Evict,
+    Fetch,
+    Fetched,
+    Grow,
+    Lose,
+    Ordered,
+    Park,
+    Parked,
+    Placed,
+    Shrink,
+    Step,
+    Stepped,
+    Tell,
+    Told,
+)
+from runtime.instance import Instance
+from runtime.model import Model, Phase
+from runtime.pages import Pages
+from runtime.policy.migration import Load, Usage, load_of, priority
+from runtime.policy.turns import Turns
+from runtime.request import ModelKey, Request, RequestId
+from runtime.sim.engine import Engine
+from runtime.sim.report import Span
+
+if TYPE_CHECKING:
+    from runtime.sim.world import World
+
+CHECK_STEPS = 8  # tokens of the golden question
+
+
+class Segment:
+    """Steps of one batch, one after the other."""
+
+    __slots__ = ("model", "began", "steps", "step_s")
+
+    def __init__(self, model: ModelKey, began: float, steps: int, step_s: float) -> None:
+        self.model, self.began, self.steps, self.step_s = model, began, steps, step_s
+
+
+class Device:
+    """One device: the machine, and what it asked for."""
+
+    def __init__(self, world: World, number: int, turns: Turns) -> None:
+        profile = world.profile
+        self.world, self.number = world, number
+        pages = Pages(profile.memory_bytes // profile.page_bytes, profile.page_bytes)
+        self.instance = Instance(turns, pages, lambda spec: world.costs[ModelKey(spec.key)])
+        self.engines: dict[ModelKey, Engine] = {}
+        self._batched_tokens = profile.batched_tokens
+        self.busy_s = self.switching_s = self.loading_s = 0.0
+        self.fetches = 0
+        self._segment: Segment | None = None
+        self._occupied = False
+        self._last: ModelKey | None = None  # that stepped
+        self._tick_at = math.inf
+        self.gone = False  # it died, hangs or retired: it makes nothing, and hears nothing
+        self._unheard: list[Request] = []  # that came for it since
+        self._between: list[tuple[Callable[..., None], Any]] = []  # to be done after the step that is under way
+        self._began = world.now
+
+    def arrive(self, request: Request) -> None:
+        if self.gone:
+            self._unheard.append(request)
+            return
+        if request.model not in self.instance.models:
+            self._place(request.model)
+        self.happen(Arrived(request))
+
+    def _place(self, model: ModelKey) -> None:
+        """Its engine stands ready on every device, as engines are built once; only its weights are away."""
+        world = self.world
+        self.engines[model] = Engine(world.costs[model], world.profile.page_bytes)
+        self.instance.hear(Placed(world.specs[model], prove=False), world.now)
+
+    # ── the fleet's ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def load(self) -> Load:
+        """What it reports."""
+        world, weights, shares = self.world, 0, {}
+        for model in self.instance.models.values():
+            if not model.has_requests:
+                continue
+            costs = world.costs[model.key]
+            shares[model.key] = costs.step(len(model.running) + len(model.waiting), model.context) / _tbt_s(model)
+            weights += costs.weight_bytes if model.phase is Phase.RESIDENT else 0
+        kv_bytes = float(self.world.profile.memory_bytes - weights)
+        return load_of(self.number, world.now, kv_bytes, self.usages(), shares, {})
+
+    def usages(self) -> list[Usage]:
+        """Of its requests. What is parked uses nothing."""
+        moving, found = self.world.moves.by_request, []
+        for model in self.instance.models.values():
+            if not model.has_requests:
+                continue
+            each = self.world.costs[model.key].kv_bytes_per_token
+            there = each if model.phase is Phase.RESIDENT else 0.0
+            for request in model.running.values():
+                rank, moves = priority(request.objective), request.id in moving
+                found.append(Usage(request.id, model.key, rank, request.context * there, there, moves=moves))
+            for request in model.waiting.values():
+                rank, moves, needs = priority(request.objective), request.id in moving, (request.context + 1) * each
+                found.append(Usage(request.id, model.key, rank, needs, each, True, moves))
+        return found
+
+    def request(self, key: ModelKey, id: RequestId) -> Request:
+        model = self.instance.models[key]
+        return model.running.get(id) or model.waiting[id]
+
+    def has(self, request: Request) -> bool:
+        model = self.instance.models[request.model]
+        return request.id in model.running or request.id in model.waiting
+
+    def wake(self, key: ModelKey) -> None:
+        if key not in self.instance.models:
+            self._place(key)
+        if self.instance.models[key].phase is not Phase.RESIDENT:
+            self.happen(Ordered(key, awake=True))
+
+    def between_steps(self, key: ModelKey, act: Callable[..., None], what: Any) -> None:
+        if self._segment is None or self._segment.model != key:
+            act(what)
+        else:
+            self._between.append((act, what))
+            self._cut(self._segment)
+
+    def stop(self) -> None:
+        """In the middle of whatever it does: only what its ended steps made is made."""
+        segment, self._segment, self._tick_at = self._segment, None, math.inf
+        if segment is not None and segment.steps:
+            done = min(segment.steps, int((self.world.now - segment.began) / segment.step_s + 1e-6))
+            if done > 0:
+                self._make(Segment(segment.model, segment.began, done, segment.step_s))
+        self.gone = True
+        self._do_between()
+
+    def left_behind(self) -> list[Request]:
+        """Requests that have not ended."""
+        models = self.instance.models.values()
+        return [
+            *(each for model in models for each in (*model.running.values(), *model.waiting.values())),
+            *self._unheard,
+        ]
+
+    def _do_between(self) -> None:
+        between, self._between = self._between, []
+        for act, what in between:
+            act(what)
+
+    # ── what happens ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def happen(self, event: Event) -> None:
+        """Heard at once; decided on when the device is free, between two steps at the latest."""
+        self._carry_out(self.instance.hear(event, self.world.now))
+        if self._segment is not None:
+            self._cut(self._segment)
+        elif not self._occupied:
+            self._go()
+
+    def _cut(self, segment: Segment) -> None:
+        """After the step that is under way there is something to decide."""
+        done = max(1, math.ceil((self.world.now - segment.began) / segment.step_s - 1e-6))
+        if done < segment.steps:
+            self._segment = Segment(segment.model, segment.began, done, segment.step_s)
+            self.world.at(segment.began + done * segment.step_s, self._stepped, self._segment)
+
+    def _stepped(self, segment: Segment) -> None:
+        if segment is not self._segment:  # it was cut
+            return
+        self._segment, self._occupied = None, False
+        self._make(segment)
+        if self._between:
+            self._do_between()
+        self._go()
+
+    def _make(self, segment: Segment) -> None:
+        """What the steps of the segment make."""
+        model, steps = segment.model, segment.steps
+        engine = self.engines[model]
+        self.busy_s += steps * segment.step_s
+        outputs = engine.run(steps, self._batched_tokens)
+        if self.world.spans is not None:
+            self._show("compute", model, "steps", segment.began)
+        stepped = Stepped(model, outputs, bool(engine.streams), engine.held, segment.step_s, steps or 1)
+        self._carry_out(self.instance.hear(stepped, self.world.now))
+
+    def _tick(self, when: float) -> None:
+        if when == self._tick_at and not self._occupied:
+            self._tick_at = math.inf
+            self._go()
+
+    def _go(self) -> None:
+        """The device is free."""
+        if self.gone:
+            return
+        instance, now = self.instance, self.world.now
+        while not self._occupied:
+            effects = instance.decide(now)
+            if not effects:
+                tick_at = instance.next_tick()
+                if tick_at is not None and tick_at != self._tick_at:
+                    self._tick_at = tick_at
+                    self.world.at(tick_at, self._tick, tick_at)
+                return
+            self._carry_out(effects)
+        if self.world.checks:
+            self.check()
+
+    # ── carrying out ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Tell):  # the one that comes for every stream and segment
+                if effect.output.finish is not None:
+                    self.world.ended(effect.request, self.number)
+                continue
+            match effect:  # in the order of how often they come
+                case Step(model, steps):
+                    self._step(model, steps)
+                case Evict(model, pages):
+                    engine = self.engines[model]
+                    if engine.weights == engine.weights_pages:
+                        self.world.cluster.left(self.number, model)
+                    engine.weights -= pages
+                    engine.tell()
+                case Add(request):
+                    engine = self.engines[request.model]
+                    engine.add(request, request.max_tokens)
+                    self._hear(Told(request.model, engine.tell()))
+                case Park(model):
+                    engine = self.engines[model]
+                    engine.here = False
+                    self._later(engine.kv_bytes * engine.costs.copy_s_per_byte, self._parked, model)
+                case Fetch():
+                    self._fetch(effect)
+                case Shrink(model, pages):
+                    engine = self.engines[model]
+                    engine.kv -= pages
+                    engine.tell()
+                case Grow(model, pages):
+                    engine = self.engines[model]
+                    engine.kv += pages
+                    self._hear(Told(model, engine.tell()))
+                case Abort(model, ids):
+                    engine = self.engines[model]
+                    for id in ids:
+                        engine.abort(id)
+                    self._hear(Told(model, engine.tell()))
+                case Check(model):
+                    engine = self.engines[model]
+                    took_s = engine.costs.prefill(16) + CHECK_STEPS * engine.costs.step(1, 24)
+                    self._occupied = True
+                    self.busy_s += took_s
+                    self._later(took_s, self._checked, model)
+                case Build(spec):
+                    engine = self.engines[ModelKey(spec.key)]
+                    self._hear(Built(ModelKey(spec.key), 0.0, engine.weights_pages, 1, engine.tell()))
+                case Close(model):
+                    self._hear(Closed(model))
+                case Lose(request):
+                    self.world.ended(request, self.number)
+
+    def _hear(self, event: Event) -> None:
+        self._carry_out(self.instance.hear(event, self.world.now))
+
+    def _later(self, after_s: float, act: Callable[..., None], what: Any) -> None:
+        self.world.at(self.world.now + after_s, self._then, (act, what))
+
+    def _then(self, what: tuple[Callable[..., None], Any]) -> None:
+        if not self.gone:
+            what[0](what[1])
+
+    def _step(self, model: ModelKey, most: int) -> None:
+        engine, began = self.engines[model], self.world.now
+        assert engine.here, f"{model} steps and is not there"
+        if model != self._last:
+            began += engine.costs.switch_s
+            self.switching_s += engine.costs.switch_s
+            self._last = model
+        steps, step_s = engine.plan(most, self._batched_tokens)
+        self._occupied = True
+        self._segment = Segment(model, began, steps, step_s)
+        self.world.at(began + (steps or 1) * step_s, self._stepped, self._segment)
+
+    def _fetch(self, fetch: Fetch) -> None:
+        engine = self.engines[fetch.model]
+        missing = (engine.weights_pages - engine.weights) * self.world.profile.page_bytes
+        engine.weights, engine.kv = engine.weights_pages, fetch.kv_pages
+        took_s = engine.costs.load(missing) + engine.kv_bytes * engine.costs.copy_s_per_byte
+        self.fetches += 1
+        self.loading_s += took_s
+        self.world.cluster.loads(self.number, fetch.model)
+        self._later(took_s, self._fetched, (fetch.model, self.world.now))
+
+    def _fetched(self, what: tuple[ModelKey, float]) -> None:
+        model, began = what
+        engine = self.engines[model]
+        engine.here = True
+        self.world.cluster.loaded(self.number)
+        self._show("copy", model, "load", began)
+        self.happen(Fetched(model, self.world.now - began, engine.tell()))
+
+    def _parked(self, model: ModelKey) -> None:
+        engine = self.engines[model]
+        engine.kv = 0
+        self.happen(Parked(model, engine.tell()))
+
+    def _checked(self, model: ModelKey) -> None:
+        self._occupied = False
+        self.happen(Checked(model, None, self.engines[model].tell()))
+
+    def _show(self, lane: Literal["compute", "copy"], model: ModelKey, what: str, began: float) -> None:
+        if self.world.spans is not None:
+            self.world.spans.append(Span(self.number, lane, model, what, began, self.world.now))
+
+    def check(self) -> None:
+        """What holds between any two events."""
+        self.instance.check()
+        assert self.busy_s + self.switching_s <= self.world.now - self._began + 1e-6, (
+            "more time was used than there was"
+        )
+        for model, engine in self.engines.items():
+            booked = self.instance.pages.of(model)
+            assert (booked.weights, booked.kv) == (engine.weights, engine.kv), f"the books are wrong about {model}"
+
+
+def _tbt_s(model: Model) -> float:
+    """Of its requests, which have one objective."""
+    request = next(iter(model.running.values()), None) or next(iter(model.waiting.values()))
+    return request.objective.tbt_s

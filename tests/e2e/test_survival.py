@@ -1,0 +1,182 @@
+"""Runtimes killed, frozen or told to leave cost no client its stream: tokens equal those of an undisturbed run,
+without gap or repeat, and what is booked is what was delivered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deploy.demo.random_weights import write_random
+from tests.conftest import free_port
+from tests.e2e.conftest import Platform
+
+ARCHITECTURES = ("llama", "qwen3", "opt")
+RUNTIMES = 3
+TOKENS = 300
+SILENCE_MOST_S = 90.0  # all runtimes may be on their way back at once, on two cores
+
+
+@dataclass
+class Fleet:
+    """A platform with several runtimes and models slow enough to be hurt in mid-stream."""
+
+    platform: Platform
+    models: list[str] = field(default_factory=list)
+    tokens: int = 0  # delivered, of all streams
+
+    @classmethod
+    def start(cls, folder: Path, models: int) -> Fleet:
+        settings = {"STACCATO_DRAIN_S": "1", "STACCATO_HANG_S": "4"}
+        fleet = cls(Platform(folder / "data", free_port(), settings))
+        fleet.platform.start("--runtimes", str(RUNTIMES))
+        fleet.platform.tenant("acme")
+        for number in range(models):
+            architecture = ARCHITECTURES[number % len(ARCHITECTURES)]
+            name = f"{architecture}-{number}"
+            path = write_random(folder / name, architecture, seed=number, hidden=256, layers=4)
+            fleet.platform.model(name, path)
+            assert fleet.platform.deploy("acme", name)["status"]["phase"] in ("awake", "asleep")
+            fleet.models.append(name)
+        return fleet
+
+    async def ready(self, runtimes: int = RUNTIMES) -> None:
+        """So many have every model, and none of them failed."""
+
+        def count() -> int:
+            gpus = self.platform.get("/api/v1/gpus").json()["data"]
+            return sum(len(gpu["models"]) == len(self.models) for gpu in gpus)
+
+        deadline = time.monotonic() + 120
+        while await asyncio.to_thread(count) < runtimes:
+            assert time.monotonic() < deadline, "the runtimes did not come back"
+            await asyncio.sleep(0.3)
+
+    async def stream(self, model: str, number: int, **sampling: object) -> list[int]:
+        """All tokens of one stream, to its end; fails on an error or a silence."""
+        body = {"model": model, "prompt": [5 + number, 6, 7], "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+        body |= {"temperature": 0, "return_token_ids": True} | sampling
+        headers = {"authorization": f"Bearer {self.platform.keys['acme']}"}
+        said: list[int] = []
+        async with (
+            httpx.AsyncClient(timeout=SILENCE_MOST_S) as client,
+            client.stream("POST", f"{self.platform.url}/v1/completions", json=body, headers=headers) as response,
+        ):
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    return said
+                if line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, f"{model} {number} after {len(said)} tokens: {event}"
+                    made = event["choices"][0]["token_ids"] or ()
+                    said += made
+                    self.tokens += len(made)
+        raise AssertionError(f"the stream ended without [DONE] after {len(said)} tokens")
+
+    async def streams(self, each: int) -> dict[tuple[str, int], list[int]]:
+        """`each` of every model at once, every third one sampled with a seed."""
+        asked = [(model, number) for number in range(each) for model in self.models]
+        jobs = [
+            self.stream(model, number, **({"temperature": 0.8, "seed": number} if number % 3 == 2 else {}))
+            for model, number in asked
+        ]
+        async with asyncio.TaskGroup() as group:  # one that fails ends the others
+            tasks = [group.create_task(job) for job in jobs]
+        return dict(zip(asked, (task.result() for task in tasks), strict=True))
+
+    async def past(self, tokens: int, streams: asyncio.Task[object]) -> bool:
+        """Returns when so many were delivered; false when the streams ended before."""
+        while self.tokens < tokens and not streams.done():
+            await asyncio.sleep(0.005)
+        return not streams.done()
+
+    async def booked(self, tokens: int) -> None:
+        """Returns when the bill has so many output tokens, and not more."""
+        deadline = time.monotonic() + 30
+        while (found := await asyncio.to_thread(self.platform.usage, "acme"))["output_tokens"] != tokens:
+            assert time.monotonic() < deadline, f"{found} were booked, and {tokens} tokens delivered"
+            await asyncio.sleep(0.3)
+
+    async def hurt(self, each: int, times: int, chance: random.Random, signal_number: int) -> tuple[object, int]:
+        """Run the streams while a runtime of chance gets the signal, so often, at tokens of chance; what was said, and
+        how often it was really sent."""
+        before, sent = self.tokens, 0
+        streams = asyncio.create_task(self.streams(each))
+        total = TOKENS * each * len(self.models)
+        for at in sorted(chance.randrange(total // 50, total * 9 // 10) for _ in range(times)):
+            if not await self.past(before + at, streams):
+                break
+            while (victim := self.platform.runtime(f"r{chance.randint(1, RUNTIMES)}")) is None:
+                await asyncio.sleep(0.05)
+            victim.send_signal(signal_number)
+            sent += 1
+        return await streams, sent
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    started = Fleet.start(tmp_path_factory.mktemp("fleet"), models=3)
+    yield started
+    assert started.platform.stop() == 0
+
+
+async def test_kill_of_any_runtime_at_any_token_costs_no_stream(fleet: Fleet) -> None:
+    await fleet.ready()
+    undisturbed = await fleet.streams(4)
+    said, killed = await fleet.hurt(4, 6, random.Random(5), signal.SIGKILL)
+    assert killed == 6 and said == undisturbed
+    await fleet.booked(fleet.tokens)
+
+
+async def test_a_runtime_that_is_told_to_leave_ends_no_stream(fleet: Fleet) -> None:
+    await fleet.ready()
+    undisturbed = await fleet.streams(4)
+    said, told = await fleet.hurt(4, 2, random.Random(6), signal.SIGTERM)
+    assert told == 2 and said == undisturbed
+    await fleet.booked(fleet.tokens)
+
+
+async def test_a_frozen_device_or_runtime_costs_no_stream(fleet: Fleet) -> None:
+    """SIGSTOP: a device whose step never ends, then a runtime that says nothing and wakes up again."""
+    await fleet.ready()
+    undisturbed = await fleet.streams(4)
+    before = fleet.tokens
+    streams = asyncio.create_task(fleet.streams(4))
+    assert await fleet.past(before + 200, streams)
+    for device in fleet.platform.children("runtime.device")[:1]:
+        device.suspend()
+    assert await fleet.past(before + 1200, streams)
+    sleeper = fleet.platform.runtime("r2")
+    assert sleeper is not None
+    sleeper.suspend()
+    await asyncio.sleep(4)
+    sleeper.resume()
+    assert await streams == undisturbed
+    await fleet.booked(fleet.tokens)
+
+
+@pytest.mark.long
+async def test_a_hundred_kills_cost_no_stream(tmp_path_factory: pytest.TempPathFactory) -> None:
+    fleet = Fleet.start(tmp_path_factory.mktemp("hundred"), models=6)
+    try:
+        await fleet.ready()
+        undisturbed = await fleet.streams(10)
+        killed = seed = 0
+        while killed < 100:
+            seed += 1
+            said, more = await fleet.hurt(10, 34, random.Random(seed), signal.SIGKILL)
+            assert said == undisturbed
+            killed += more
+        await fleet.booked(fleet.tokens)
+    finally:
+        code = fleet.platform.stop()
+    assert code == 0

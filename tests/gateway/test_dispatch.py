@@ -1,0 +1,204 @@
+"""A request whose runtime is lost goes on elsewhere, once, from the token that its client has. The test plays the
+runtimes, on a real bus."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from gateway import dispatch as dispatch_module
+from gateway.dispatch import Dispatcher, Unserved
+from gateway.relay import Relay
+from store import wire
+from store.bus import Bus
+from store.wire import Delta, Finish, ModelState, Refusal, Residency
+from tests.conftest import NatsServer
+from tests.gateway.plane import Plane, until
+from tests.gateway.test_relay import ScriptedRuntime, run
+
+
+class Taken:
+    """A taker that remembers."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, Finish] = {}
+        self.errors: dict[str, str] = {}
+
+    def made(self, deltas: list[tuple[str, Delta]]) -> None:
+        for id, delta in deltas:
+            assert id not in self.ended and id not in self.errors, "something came after the end"
+            assert delta.at == len(self.tokens.setdefault(id, []))
+            self.tokens[id] += delta.tokens
+            if delta.finish is not None:
+                self.ended[id] = delta.finish
+
+    def failed(self, request: str, error: str) -> None:
+        assert request not in self.errors and request not in self.ended
+        self.errors[request] = error
+
+
+class Runtimes:
+    """Two scripted runtimes with the model, and a dispatcher in front of them."""
+
+    def __init__(self, plane: Plane, relay: Relay, buses: list[Bus]) -> None:
+        self.plane, self.taken = plane, Taken()
+        self.dispatcher = Dispatcher(relay, plane.fleet, self.taken)
+        self.all = {id: ScriptedRuntime(bus, epoch=1, id=id) for id, bus in zip(("r1", "r2"), buses, strict=True)}
+
+    async def say(self, **running: int) -> None:
+        """Leases: how many requests each has; who is not named has no lease of its model."""
+        for id in self.all:
+            here = ModelState(residency=Residency.RESIDENT, running=running[id]) if id in running else None
+            await self.plane.report({"m": here} if here else {}, id)
+
+    async def submit(self, id: str = "a", deadline_s: float = 5.0) -> None:
+        now = time.monotonic()
+        await self.dispatcher.submit(id, run(0), now + 10, now + deadline_s)
+
+    async def taken_by(self, id: str, runs: int = 1) -> wire.Run:
+        """The last of so many that the runtime was asked for."""
+        runtime = self.all[id]
+
+        async def asked() -> bool:
+            return len(runtime.runs) >= runs
+
+        await until(asked)
+        assert len(runtime.runs) == runs
+        return runtime.runs[-1]
+
+    async def lose(self, id: str, asked: wire.Run, at: int, suspect: bool = False) -> None:
+        runtime = self.all[id]
+        lost = Delta(asked.stream, [], at, Finish.LOST, error="it died", suspect=suspect)
+        seq = runtime.ring.last + 1
+        frame = wire.encode(wire.Frame(runtime=id, epoch=1, seq=seq, deltas=[lost]))
+        runtime.ring.keep(frame)
+        await runtime.send(frame)
+
+
+@pytest.fixture
+async def two(plane: Plane, nats_server: NatsServer) -> AsyncIterator[Runtimes]:
+    async with contextlib.AsyncExitStack() as stack:
+        buses = [await stack.enter_async_context(Bus.connect(nats_server.url, f"r{n}")) for n in (1, 2)]
+        relay = Relay(plane.bus, "g1")
+        await relay.start()
+        runtimes = Runtimes(plane, relay, buses)
+        for runtime in runtimes.all.values():
+            await runtime.start()
+        await runtimes.say(r1=0, r2=1)
+        yield runtimes
+        for runtime in runtimes.all.values():
+            runtime.stop()
+        relay.stop()
+
+
+async def ended(two: Runtimes, id: str = "a") -> None:
+    async def is_over() -> bool:
+        return id in two.taken.ended or id in two.taken.errors
+
+    await until(is_over)
+
+
+async def test_a_lost_request_goes_on_elsewhere_with_the_tokens_that_its_client_has(two: Runtimes) -> None:
+    await two.submit()
+    first = await two.taken_by("r1")
+    await two.all["r1"].make(first.stream, 0, [5, 6])
+    await two.lose("r1", first, 2)
+    second = await two.taken_by("r2")
+    assert (second.made, second.attempt, second.first_late) == ([5, 6], first.attempt + 1, False)
+    assert second.stream != first.stream and second.payload == first.payload and second.ttft_s < first.ttft_s
+    await two.all["r1"].make(first.stream, 2, [9, 9])  # from the attempt that was given up: for nobody
+    await two.all["r2"].make(second.stream, 2, [7], Finish.STOP)
+    await ended(two)
+    assert two.taken.tokens == {"a": [5, 6, 7]} and two.taken.ended == {"a": Finish.STOP}
+
+
+async def test_a_runtime_that_falls_silent_loses_its_requests_to_another(two: Runtimes) -> None:
+    await two.submit()
+    first = await two.taken_by("r1")
+    await two.all["r1"].make(first.stream, 0, [5])
+    two.all["r1"].mute = True
+    second = await two.taken_by("r2")
+    assert second.made == [5]
+    assert two.all["r1"].cancelled == [first.stream]  # should it be alive after all
+
+
+async def test_without_another_runtime_it_waits_for_the_same_one(two: Runtimes) -> None:
+    await two.say(r1=0)
+    await two.submit()
+    first = await two.taken_by("r1")
+    await two.all["r1"].make(first.stream, 0, [5])
+    await two.lose("r1", first, 1)
+    again = await two.taken_by("r1", runs=2)
+    assert again.made == [5]
+
+
+async def test_who_was_twice_at_the_same_token_in_a_step_that_killed_is_not_tried_again(two: Runtimes) -> None:
+    await two.submit()
+    first = await two.taken_by("r1")
+    await two.all["r1"].make(first.stream, 0, [5])
+    await two.lose("r1", first, 1, suspect=True)
+    second = await two.taken_by("r2")
+    await two.lose("r2", second, 1, suspect=True)
+    await ended(two)
+    assert "after token 1 of this request its runtime failed twice (it died)" in two.taken.errors["a"]
+    await asyncio.sleep(0.3)
+    assert len(two.all["r1"].runs) == 1
+
+
+async def test_who_made_a_token_in_between_is_no_suspect(two: Runtimes) -> None:
+    await two.submit()
+    first = await two.taken_by("r1")
+    await two.lose("r1", first, 0, suspect=True)
+    second = await two.taken_by("r2")
+    await two.all["r2"].make(second.stream, 0, [5])
+    await two.lose("r2", second, 1, suspect=True)
+    assert (await two.taken_by("r1", runs=2)).made == [5]
+
+
+async def test_who_is_cancelled_while_it_waits_for_another_runtime_is_gone(two: Runtimes) -> None:
+    await two.say(r1=0)
+    await two.submit()
+    first = await two.taken_by("r1")
+    two.all["r1"].refusal = Refusal.DRAINING
+    await two.lose("r1", first, 0)
+    await asyncio.sleep(0.2)
+    await two.dispatcher.cancel(["a"])
+    two.all["r1"].refusal = None
+    await asyncio.sleep(0.8)
+    assert len(two.all["r1"].runs) == 1 and not two.taken.errors and not two.taken.ended
+
+
+async def test_who_finds_no_other_runtime_in_its_time_ends_with_the_reason(
+    two: Runtimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch_module, "RESUME_S", 0.7)
+    await two.say(r1=0)
+    await two.submit()
+    first = await two.taken_by("r1")
+    two.all["r1"].refusal = Refusal.DRAINING
+    await two.lose("r1", first, 0)
+    await ended(two)
+    assert two.taken.errors["a"] == "the request waited its longest time: told to"
+
+
+async def test_an_error_is_the_end(two: Runtimes) -> None:
+    await two.submit()
+    first = await two.taken_by("r1")
+    await two.all["r1"].make(first.stream, 0, [], Finish.ERROR)
+    await ended(two)
+    assert two.taken.errors == {"a": "the engine ended the request with an error"} and not two.all["r2"].runs
+
+
+async def test_a_first_attempt_that_nobody_takes_says_why(two: Runtimes) -> None:
+    for runtime in two.all.values():
+        runtime.refusal = Refusal.BUSY
+    with pytest.raises(Unserved, match="told to"):
+        await two.submit(deadline_s=0.3)
+    await two.say()
+    with pytest.raises(Unserved, match="no runtime is up"):
+        await two.submit("b", deadline_s=0.3)

@@ -1,0 +1,167 @@
+"""Migration: what a device says of itself, who is paired with whom, and which request goes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from runtime.policy.migration import (
+    FULL_STEPS,
+    HIGH_STEPS,
+    LOW_STEPS,
+    Load,
+    Priority,
+    Usage,
+    freeness,
+    helps,
+    load_of,
+    pairs,
+    pick,
+    pick_model,
+    pooled,
+    priority,
+    without,
+)
+from runtime.request import ModelKey, Objective, RequestId
+
+GB = 1e9
+NOBODY: frozenset[int] = frozenset()
+
+
+def usage(name: str, gb: float, waits: bool = False, rank: Priority = Priority.NORMAL, moves: bool = False) -> Usage:
+    return Usage(RequestId(name), ModelKey("m"), rank, gb * GB, 1e6, waits, moves)
+
+
+def load(device: int, used_gb: float, running: int = 4, gb: float = 10.0, busy: float = 0.0, waiting: int = 0) -> Load:
+    return Load(device, 0.0, gb * GB, used_gb * GB, running * 1e6, running, waiting, busy)
+
+
+def test_of_those_that_wait_only_the_first_uses_what_it_waits_for() -> None:
+    told = load_of(0, 0.0, 10 * GB, [usage("a", 3), usage("b", 8, waits=True), usage("c", 5, waits=True)], {}, {})
+    assert (told.used_bytes, told.running, told.waiting) == (11 * GB, 1, 2)
+    assert freeness(told) == -1 * GB / 2e6  # it counts to the batch too
+
+
+def test_the_space_around_requests_of_high_priority_is_theirs_together() -> None:
+    headroom = {Priority.HIGH: 2 * GB}
+    one = [usage("a", 1, rank=Priority.HIGH), usage("b", 1)]
+    two = [usage("a", 1, rank=Priority.HIGH), usage("b", 1, rank=Priority.HIGH)]
+    used = [load_of(0, 0.0, 10 * GB, each, {}, headroom).used_bytes for each in (one, two, one[1:])]
+    assert used == [4 * GB, 4 * GB, 1 * GB]
+
+
+def test_priorities_are_those_that_the_patience_of_objectives_stands_for() -> None:
+    patience = {0.0: Priority.BATCH, 1.5: Priority.NORMAL, 6.0: Priority.HIGH}
+    assert all(priority(Objective(patience_s=each)) is rank for each, rank in patience.items())
+
+
+def test_freeness_is_the_number_of_steps_until_memory_or_time_is_used_up() -> None:
+    assert freeness(load(0, 6.0)) == 1000.0
+    assert freeness(load(0, 6.0, busy=0.5)) == FULL_STEPS / 2
+    assert freeness(load(0, 6.0, busy=1.5)) < 0
+    assert freeness(load(0, 0.0, running=0)) == float("inf")
+
+
+def test_one_idle_device_does_not_make_a_fleet_infinitely_free() -> None:
+    assert pooled([load(0, 10.0), load(1, 0.0, running=0)]) == 10 * GB / 4e6
+    assert without([load(0, 10.0), load(1, 0.0, running=0)], 1) == 0.0
+
+
+def test_the_fullest_gives_to_the_freest() -> None:
+    loads = [load(0, 10.0, waiting=1), load(1, 2.0), load(2, 11.0, waiting=1), load(3, 1.0), load(4, 9.9)]
+    assert pairs(loads, NOBODY) == [(2, 3), (0, 1)]
+
+
+def test_a_device_that_drains_gives_whatever_it_says_and_takes_nothing() -> None:
+    loads = [load(0, 1.0), load(1, 2.0), load(2, 10.0)]
+    assert pairs(loads, frozenset({0})) == [(0, 1)]
+    assert pairs(loads[:1] + loads[2:], frozenset({0})) == []
+
+
+def test_the_only_request_of_a_device_does_not_change_places() -> None:
+    assert not helps(load(0, 10.0, running=1), load(1, 0.0, running=0), drains=False)
+    assert helps(load(0, 10.0, running=1), load(1, 0.0, running=0, gb=20), drains=True)
+
+
+LOADS = st.lists(
+    st.builds(
+        lambda used, running, busy, waiting: (used, running, busy, waiting),
+        st.floats(0, 15),
+        st.integers(0, 30),
+        st.sampled_from([0.0, 0.3, 0.99, 1.4]),
+        st.integers(0, 2),
+    ),
+    max_size=12,
+).map(
+    lambda rows: [
+        load(number, used if running or waiting else 0.0, running or waiting, busy=busy, waiting=waiting)
+        for number, (used, running, busy, waiting) in enumerate(rows)
+    ]
+)
+
+
+@given(LOADS, st.sets(st.integers(0, 11)))
+def test_pairs_are_of_different_devices_and_from_full_to_free(loads: list[Load], leave: set[int]) -> None:
+    found = pairs(loads, frozenset(leave))
+    named = [number for pair in found for number in pair]
+    assert len(named) == len(set(named))
+    for source, target in found:
+        assert target not in leave and loads[source].requests
+        assert freeness(loads[target]) > HIGH_STEPS
+        assert source in leave or freeness(loads[source]) < LOW_STEPS
+
+
+@given(LOADS)
+def test_moved_as_paired_again_and_again_it_comes_to_rest(loads: list[Load]) -> None:
+    """No load that stays the same makes requests go round."""
+    for _ in range(400):
+        found = pairs(loads, NOBODY)
+        if not found:
+            return
+        for source, target in found:
+            loads[source], loads[target] = moved(loads[source], loads[target])
+    raise AssertionError(f"still moving: {[freeness(each) for each in loads]}")
+
+
+def moved(source: Load, target: Load) -> tuple[Load, Load]:
+    """A mean request, as it is planned."""
+    count = source.running + (source.waiting > 0)
+    used, step, busy = source.used_bytes / count, source.step_bytes / count, source.busy / count
+    runs = source.running > 0
+    given_away = replace(
+        source,
+        used_bytes=source.used_bytes - used,
+        step_bytes=source.step_bytes - step,
+        busy=source.busy - busy,
+        running=source.running - runs,
+        waiting=source.waiting - (not runs),
+    )
+    taken = replace(
+        target,
+        used_bytes=target.used_bytes + used,
+        step_bytes=target.step_bytes + step,
+        busy=target.busy + busy,
+        running=target.running + 1,
+    )
+    return given_away, taken
+
+
+def test_who_waits_goes_first_then_the_lowest_priority_then_the_shortest() -> None:
+    batch, short, long = usage("c", 3, rank=Priority.BATCH), usage("b", 1), usage("a", 2)
+    waiting = usage("w", 4, waits=True)
+    order = [waiting, batch, short, long]
+    for gone in range(len(order)):
+        assert pick(list(reversed(order[gone:])), 10 * GB) == order[gone]
+    assert pick([waiting, long, short], 2.5 * GB) == short  # there is no room for who waits
+    assert pick([usage("a", 1, moves=True), usage("b", 3)], 2 * GB) is None
+
+
+def test_the_largest_model_goes_that_makes_two_devices_more_alike() -> None:
+    shares = {ModelKey("a"): 0.5, ModelKey("b"): 0.3, ModelKey("c"): 0.1}
+    source = load_of(0, 0.0, 10 * GB, [], shares, {})
+    assert source.busy == sum(shares.values())
+    assert pick_model(source, load(1, 0.0, busy=0.2), drains=False) == "b"
+    assert pick_model(source, load(1, 0.0, busy=0.85), drains=False) is None
+    assert pick_model(source, load(1, 0.0, busy=0.8), drains=True) == "c"
+    assert pick_model(source, load(1, 0.0, busy=0.95), drains=True) is None

@@ -1,0 +1,189 @@
+"""A simulated fleet whose devices die, hang, join and leave while requests move: no request is lost or made twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from runtime.cluster import Rules
+from runtime.costs import ModelCosts, ModelSize, Profile
+from runtime.policy.dispatch import Dispatch, Freest, InTurns, LeastLoaded
+from runtime.policy.scaling import Band
+from runtime.policy.slack import Slack
+from runtime.request import Objective
+from runtime.sim.faults import RESTART_S, SILENT_S, Fault, drawn
+from runtime.sim.workload import Workload
+from runtime.sim.world import World
+
+PAGE = 1 << 20
+COSTS = ModelCosts(
+    weight_bytes=8 * PAGE,
+    kv_bytes_per_token=PAGE / 64,
+    step_s=0.01,
+    step_s_per_request=0.001,
+    step_s_per_token=0.0,
+    prefill_s=0.01,
+    prefill_s_per_token=0.0005,
+    prefill_s_per_token2=0.0,
+    load_s=0.01,
+    switch_s=0.0,
+    copy_s_per_byte=1e-8,
+)
+
+
+def profile(pages: int) -> Profile:
+    return Profile(
+        name="small",
+        kind="measured",
+        conditions={},
+        memory_bytes=pages * PAGE,
+        page_bytes=PAGE,
+        batched_tokens=2048,
+        host_bytes_per_s=1e10,
+        models={f"m{index}": COSTS for index in range(8)},
+    )
+
+
+def work(at_s: list[float], prompts: list[int], outputs: list[int], models: int = 1) -> Workload:
+    count = len(at_s)
+    return Workload(
+        models=[ModelSize(f"m{index}", COSTS.weight_bytes, COSTS.kv_bytes_per_token, 1e6) for index in range(models)],
+        rates=[count / models] * models,
+        duration_s=at_s[-1] + 1.0,
+        at_s=np.array(at_s),
+        model=np.arange(count, dtype=np.int32) % models,
+        prompt_tokens=np.array(prompts, np.int32),
+        output_tokens=np.array(outputs, np.int32),
+    )
+
+
+def drawn_work(seed: int, requests: int, duration_s: float, models: int = 1) -> Workload:
+    """Lengths with a long tail."""
+    rng = np.random.default_rng(seed)
+    at_s = np.sort(rng.random(requests) * duration_s).tolist()
+    lengths = np.minimum(rng.pareto(1.2, (2, requests)) * 40 + 8, 500).astype(int).tolist()
+    return work(at_s, lengths[0], lengths[1], models)
+
+
+def fleet(
+    workload: Workload,
+    devices: int = 2,
+    dispatch: Dispatch | None = None,
+    pages: int = 40,
+    rules: Rules | None = None,
+    faults: list[Fault] | None = None,
+    drain_s: float = 300.0,
+) -> World:
+    """A world after its end, checked all the time."""
+    dispatch = dispatch or InTurns()
+    world = World(
+        workload, profile(pages), Slack, dispatch, devices, Objective(), checks=True, rules=rules, faults=faults or ()
+    )
+    world.run(drain_s)
+    world.check()
+    return world
+
+
+def made(world: World) -> list[int]:
+    return [request.sent for request in world.requests]
+
+
+ONE_BY_ONE = Rules(migrate=True, whole=False)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("whole", [False, True])
+def test_whatever_fails_all_requests_end_with_all_their_tokens(seed: int, whole: bool) -> None:
+    models = 6 if whole else 1
+    workload = drawn_work(seed, 120, 60.0, models)
+    dispatch: Dispatch = LeastLoaded() if whole else Freest()
+    rules = Rules(migrate=True, whole=whole, band=Band(2, 5, cooldown_s=3.0))
+    world = fleet(workload, 3, dispatch, 24, rules, drawn(8, 4, 60.0, seed))
+    assert made(world) == workload.output_tokens.tolist()
+    assert world.resumed > 0
+
+
+def test_a_request_that_moves_pauses_only_for_its_last_copy() -> None:
+    """Two long ones on one device, in turns; the other is idle once the short one has ended."""
+    workload = work([0.0, 0.1, 0.2], [64, 8, 64], [1200, 2, 1200])
+    alone, moving = fleet(workload, pages=42), fleet(workload, pages=42, rules=ONE_BY_ONE)
+    assert alone.moves.done == 0 and moving.moves.done == 1
+    assert made(moving) == made(alone)
+    ends = [[request.progress.last_at for request in world.requests] for world in (alone, moving)]
+    assert max(ends[1]) < max(ends[0])
+    assert moving.result(0.0).token_attainment == 1.0
+
+
+def test_who_waits_for_room_goes_where_there_is_some() -> None:
+    """Prompts of ten and thirty pages: the last one does not fit beside the first, in turns it would wait."""
+    workload = work([0.0, 0.1, 0.2], [640, 8, 1800], [1000, 2, 2])
+    alone, moving = fleet(workload), fleet(workload, rules=ONE_BY_ONE)
+    first_s = [world.requests[2].progress.first_at for world in (alone, moving)]
+    assert first_s[1] < 3.0 < 10.0 < first_s[0]
+
+
+def test_what_a_dead_device_made_is_not_made_again_and_goes_on_elsewhere() -> None:
+    workload = work([0.0, 0.0], [64, 64], [300, 300])
+    whole, faulty = fleet(workload), fleet(workload, faults=[Fault(2.0, 0, "dies")])
+    assert made(faulty) == [300, 300]
+    assert faulty.resumed == 1
+    late_s = [world.requests[0].progress.last_at for world in (whole, faulty)]
+    recomputed_s = COSTS.prefill(64 + 300)
+    assert late_s[0] < late_s[1] < late_s[0] + recomputed_s + 1.0
+
+
+def test_a_device_that_hangs_is_given_up_when_it_is_silent_for_long() -> None:
+    workload = work([0.0, 0.0], [64, 64], [300, 300])
+    dead, silent = (fleet(workload, faults=[Fault(2.0, 0, kind)]) for kind in ("dies", "hangs"))
+    ends = [world.requests[0].progress.last_at for world in (dead, silent)]
+    assert ends[1] == pytest.approx(ends[0] + SILENT_S, abs=0.5)
+
+
+def test_while_no_device_is_there_requests_wait_for_one() -> None:
+    workload = work([0.0, 5.0], [64, 64], [400, 10])
+    world = fleet(workload, 1, faults=[Fault(1.0, 0, "dies")])
+    assert made(world) == [400, 10]
+    assert world.requests[1].progress.first_at > 1.0 + RESTART_S
+
+
+def test_a_move_that_does_not_arrive_leaves_the_request_where_it_was() -> None:
+    workload = work([0.0, 0.1, 0.2], [64, 8, 64], [1200, 2, 1200])
+    faults = [Fault(0.0, 0, "drops")] * 1000
+    world = fleet(workload, pages=42, rules=ONE_BY_ONE, faults=faults)
+    assert world.moves.done == 0 < world.moves.given_up
+    assert made(world) == [1200, 2, 1200]
+
+
+def test_a_model_moves_whole_to_a_device_with_time_for_it() -> None:
+    """Of three, two share a device, and these get many requests."""
+    count = 150
+    at_s = [0.0, 0.0, 0.0, *(2.0 + each / 15 for each in range(count))]
+    workload = work(at_s, [8] * len(at_s), [600] * 3 + [600, 2, 600] * (count // 3), models=3)
+    rules = Rules(migrate=True)
+    alone, moving = (fleet(workload, 2, LeastLoaded(), 1000, each) for each in (None, rules))
+    assert moving.moves.done > 0
+    assert moving.result(0.0).min > alone.result(0.0).min
+
+
+def test_a_fleet_grows_and_shrinks_with_its_load_and_is_paid_for_as_long_as_it_is_there() -> None:
+    busy = drawn_work(1, 400, 60.0)
+    calm = [60.0 + 4 * each for each in range(60)]
+    lengths = [[*column.tolist(), *[16] * len(calm)] for column in (busy.prompt_tokens, busy.output_tokens)]
+    workload = work([*busy.at_s.tolist(), *calm], *lengths)
+    world = fleet(workload, 1, Freest(), 24, Rules(migrate=True, whole=False, band=Band(1, 6)))
+    assert made(world) == workload.output_tokens.tolist()
+    assert len(world.devices) > 1
+    assert sum(device.there for device in world.cluster.devices) == 1
+    hours = world.result(0.0).gpu_hours
+    assert workload.duration_s / 3600 < hours < len(world.devices) * workload.duration_s / 3600
+
+
+def test_without_changes_all_devices_are_paid_for() -> None:
+    workload = drawn_work(1, 40, 60.0)
+    assert fleet(workload, 3).result(0.0).gpu_hours == pytest.approx(3 * workload.duration_s / 3600)
+
+
+def test_faults_are_a_function_of_their_seed() -> None:
+    assert drawn(20, 4, 60.0, 1) == drawn(20, 4, 60.0, 1) != drawn(20, 4, 60.0, 2)
+    assert {fault.kind for fault in drawn(50, 4, 60.0, 1)} == {"dies", "hangs", "drops"}
+    assert all(0 <= fault.device < 4 and 0 <= fault.at_s < 60.0 for fault in drawn(50, 4, 60.0, 1))
