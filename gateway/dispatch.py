@@ -169,7 +169,11 @@ class Dispatcher:
                     request.first_late = time.monotonic() > request.due_at
                 request.made += delta.tokens
                 request.stalled_at = None
-            if delta.finish is Finish.LOST:
+            if delta.moved is not None:
+                self._fleet.gave_back(request.runtime)
+                request.runtime = delta.moved.runtime
+                self._fleet.took(request.runtime)
+            elif delta.finish is Finish.LOST:
                 self._forget(request)
                 self._lost(request, delta)
             elif delta.finish is Finish.ERROR:

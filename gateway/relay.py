@@ -50,6 +50,9 @@ class Stream:
     sink: Sink
     epoch: int = 0  # of the runtime that took it; 0: not answered yet
     next_at: int = 0  # index of the token that comes next
+    ahead: list[tuple[Frame, Delta]] = field(
+        default_factory=list
+    )  # from where it moves to, before we know that it does
 
 
 @dataclass(slots=True)
@@ -105,7 +108,7 @@ class Relay:
             if not isinstance(error, Refused):  # it may have been taken all the same
                 await self._send_cancel(runtime, [stream.id])
             raise
-        self._meet(stream, reply)
+        self._meet(stream, reply.epoch, reply.seq)
 
     async def cancel(self, streams: Iterable[int]) -> None:
         """Nothing more is delivered for these."""
@@ -125,13 +128,13 @@ class Relay:
 
     # ── frames ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _meet(self, stream: Stream, reply: wire.Reply) -> None:
-        """The answer to the first request of an epoch says where its numbering stands."""
+    def _meet(self, stream: Stream, epoch: int, seq: int) -> None:
+        """The first stream of an epoch comes with where its numbering stands: at the frame `seq`."""
         source = self._sources.setdefault(stream.runtime, Source(time.monotonic()))
         source.heard_at = time.monotonic()
-        stream.epoch = reply.epoch
-        if source.epoch != reply.epoch:
-            self._begin_epoch(stream.runtime, source, reply.epoch, reply.seq + 1)
+        stream.epoch = epoch
+        if source.epoch != epoch:
+            self._begin_epoch(stream.runtime, source, epoch, seq + 1)
             self._drain(source)
 
     def _begin_epoch(self, runtime: str, source: Source, epoch: int, next_seq: int) -> None:
@@ -144,8 +147,14 @@ class Relay:
     async def _receive(self, data: bytes) -> None:
         frame = wire.decode(Frame, data)
         source = self._sources.get(frame.runtime)
-        if source is None or frame.epoch < source.epoch:
-            return  # nobody here waits for it
+        if source is None:
+            if not any(delta.stream in self._streams for delta in frame.deltas):
+                self._disown(frame.runtime, frame.deltas)
+                return
+            # A stream moved there: its old runtime will say where to begin.
+            source = self._sources[frame.runtime] = Source(time.monotonic())
+        if frame.epoch < source.epoch:
+            return
         source.heard_at = time.monotonic()
         if source.epoch and frame.epoch > source.epoch:
             self._begin_epoch(frame.runtime, source, frame.epoch, frame.seq + 1)
@@ -164,19 +173,43 @@ class Relay:
 
     def _apply(self, frame: Frame) -> None:
         by_sink: dict[int, tuple[Sink, list[Delta]]] = {}
+        moved: list[tuple[Stream, wire.Moved]] = []
+        unknown: list[Delta] = []
         for delta in frame.deltas:
             stream = self._streams.get(delta.stream)
             if stream is None:
-                continue  # cancelled
-            if delta.at != stream.next_at:
+                unknown.append(delta)
+            elif stream.runtime != frame.runtime:
+                stream.ahead.append((frame, delta))
+            elif delta.at != stream.next_at:
                 self._give_up([stream], f"tokens {stream.next_at}..{delta.at - 1} were lost on the way")
-                continue
-            stream.next_at += len(delta.tokens)
-            if delta.finish is not None:
-                del self._streams[stream.id]
-            by_sink.setdefault(id(stream.sink), (stream.sink, []))[1].append(delta)
+            else:
+                stream.next_at += len(delta.tokens)
+                if delta.finish is not None:
+                    del self._streams[stream.id]
+                if delta.moved is not None:
+                    moved.append((stream, delta.moved))
+                by_sink.setdefault(id(stream.sink), (stream.sink, []))[1].append(delta)
         for sink, deltas in by_sink.values():
             sink.deliver(deltas)
+        for stream, to in moved:
+            self._follow(stream, to)
+        self._disown(frame.runtime, unknown)
+
+    def _follow(self, stream: Stream, to: wire.Moved) -> None:
+        """It goes on at another runtime, which may have said something already."""
+        stream.runtime = to.runtime
+        ahead, stream.ahead = stream.ahead, []
+        self._meet(stream, to.epoch, to.seq)
+        for frame, delta in ahead:
+            if frame.runtime == to.runtime and frame.epoch == to.epoch:
+                self._apply(wire.replace(frame, deltas=[delta]))
+
+    def _disown(self, runtime: str, deltas: list[Delta]) -> None:
+        """Who works for streams that nobody has is told so: it was cancelled, or given up for lost."""
+        streams = [delta.stream for delta in deltas if delta.finish is None and delta.moved is None]
+        if streams:
+            self._spawn(self._send_cancel(runtime, streams))
 
     async def _repair(self, runtime: str, source: Source, last: int) -> None:
         """Ask for `next_seq..last` again; what is gone for good ends the streams of this runtime."""

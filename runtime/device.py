@@ -302,7 +302,7 @@ class Device:
             pages_total=pages.total,
             pages_used=pages.used,
             models={str(key): self._model_state(model) for key, model in self.instance.models.items()},
-            attainment=dict(self.instance.attainment.totals),
+            attainment=dict(self.instance.requests.attainment.totals),
         )
         if state != self._state:
             self._state = state

@@ -38,6 +38,18 @@ class Cancelled(msgspec.Struct, frozen=True):
     requests: list[RequestId]
 
 
+class Leaving(msgspec.Struct, frozen=True):
+    """A running request was taken out of its engine's batch, to go on at another device."""
+
+    request: RequestId
+
+
+class Stayed(msgspec.Struct, frozen=True):
+    """One that was leaving goes on here after all."""
+
+    request: RequestId
+
+
 class Departed(msgspec.Struct, frozen=True):
     """These go on at another device, with what was computed for them here."""
 
@@ -147,6 +159,8 @@ Event = (
     | Withdrawn
     | Arrived
     | Cancelled
+    | Leaving
+    | Stayed
     | Departed
     | Ordered
     | Built

@@ -1,24 +1,22 @@
 """The machine of one device: takes an event and the time, returns what is to be done. Pure.
 
 It owns the truth: which request is where, who may have which pages. Invariants (`check`): a request is in exactly
-one model's `waiting` or `running`; only a resident model steps; at most one device effect and one fetch are out;
-what all models hold fits the pool; every request that arrived ends once.
+one place of one model; only a resident model steps; at most one device effect and one fetch are out; what all models
+hold fits the pool; every request that arrived ends once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import assert_never
 
 from msgspec.structs import replace
 
-from runtime.attainment import Attainment
 from runtime.costs import ModelCosts
 from runtime.engine.base import Held
 from runtime.estimate import Estimate
 from runtime.events import (
-    Abort,
     Add,
     Arrived,
     Build,
@@ -39,6 +37,7 @@ from runtime.events import (
     Fetched,
     FetchFailed,
     Grow,
+    Leaving,
     Lose,
     MemoryEffect,
     Ordered,
@@ -47,6 +46,7 @@ from runtime.events import (
     Placed,
     Refused,
     Shrink,
+    Stayed,
     Step,
     StepFailed,
     Stepped,
@@ -58,7 +58,8 @@ from runtime.model import CHECKED_FIRST, MOVING, WITH_ENGINE, Model, Phase, Wish
 from runtime.pages import Pages
 from runtime.policy.prefetch import bring_in, first_needy, grow
 from runtime.policy.turns import Turn, Turns
-from runtime.request import ModelKey, Request, RequestId
+from runtime.request import ModelKey, Request
+from runtime.requests import Requests
 from runtime.rooms import Rooms
 from store.wire import EngineSpec, Finish
 
@@ -78,10 +79,9 @@ class Instance:
         self.turn: Turn | None = None
         self.switches = 0
         self.moves = 0  # times a model went from one phase to another
-        self.attainment = Attainment()  # of the requests that ended
         self._turns, self._costs = turns, costs
         self._rooms = Rooms()
-        self._owners: dict[RequestId, ModelKey] = {}
+        self.requests = Requests(self._rooms)
         self._fetching: ModelKey | None = None
         self._turn_no = 0
         self._busy = False  # a device effect is out
@@ -111,9 +111,15 @@ class Instance:
             case Checked(key, wrong, held):
                 return self._checked(self.models[key], wrong, held, now)
             case Cancelled(requests):
-                return self._cancel(requests, now)
+                return self.requests.cancel(requests, now)
+            case Leaving(id):
+                self.requests.leave(id, now)
+                return []
+            case Stayed(id):
+                self.requests.stay(id)
+                return []
             case Departed(requests):
-                return self._cancel(requests, now, ended=False)
+                return self.requests.cancel(requests, now, ended=False)
             case Placed(spec, prove):
                 return self._place(spec, prove, now)
             case Withdrawn(key):
@@ -134,7 +140,7 @@ class Instance:
             case Closed(key):
                 return self._closed(self.models[key])
             case Refused(request, _, error):
-                return self._lose([request], error, now, Finish.ERROR)
+                return self.requests.lose([request], error, now, Finish.ERROR)
             case _:
                 assert_never(event)
 
@@ -157,7 +163,7 @@ class Instance:
         if model is None:
             return []
         model.withdrawn, model.wish = True, Wish.NONE
-        lost = self._drop_requests(model, "the deployment was removed", now, Finish.ERROR)
+        lost = self.requests.drop(model, "the deployment was removed", now, Finish.ERROR)
         self._rooms.file(model)
         self._leave_if_withdrawn(model)
         return lost
@@ -168,32 +174,12 @@ class Instance:
             return [Lose(request, "the model is not placed on this runtime")]
         if model.error:
             return [Lose(request, model.error)]
-        self._owners[request.id] = model.key
         model.used_at = now
         if model.wish is Wish.ASLEEP:
             model.wish = Wish.NONE
-        model.waiting[request.id] = request
-        model.ttft_s = max(request.objective.ttft_s, request.objective.tbt_s)  # it may have waited elsewhere
-        model.idle.arrived(now)
-        model.dues_changed()
+        self.requests.arrive(request, model, now)
         self._turns.arrived(request, now)
-        self._rooms.file(model)
         return []
-
-    def _cancel(self, requests: list[RequestId], now: float, ended: bool = True) -> list[Effect]:
-        effects: list[Effect] = []
-        for key in dict.fromkeys(self._owners[id] for id in requests if id in self._owners):
-            model = self.models[key]
-            running = [id for id in requests if id in model.running]
-            for id in requests:
-                if self._owners.get(id) == key:
-                    request = self._take(id, now)
-                    self.attainment.end(request.label, request.progress, now, ended=ended)
-            if running:
-                effects.append(Abort(key, running))
-            model.stuck = False  # what they leave behind may suffice for the others
-            model.used_at = now
-        return effects
 
     def _order(self, key: ModelKey, awake: bool, now: float) -> list[Effect]:
         model = self.models.get(key)
@@ -299,10 +285,11 @@ class Instance:
         if model.phase in WITH_ENGINE:
             self._enter(model, Phase.CLOSING)
         self._rooms.file(model)
-        return self._lose(model.running, error, now, suspect=True)
+        lost = self.requests.lose(model.running, error, now, suspect=True)
+        return lost + self.requests.lose(model.leaving, error, now)
 
     def _fail(self, model: Model, error: str, now: float, mends: bool = True) -> list[Effect]:
-        lost = self._drop_requests(model, error, now)
+        lost = self.requests.drop(model, error, now)
         model.fail(error, now, mends)
         self._enter(model, Phase.CLOSING if model.phase in WITH_ENGINE else Phase.FAILED)
         return lost
@@ -364,13 +351,12 @@ class Instance:
                 model.context += made
                 model.tokens += made
             if output.finish is not None:
-                self._take(request.id, now)
-                self.attainment.end(request.label, progress, now)
+                self.requests.finish(request, now)
                 self._changed = True
         model.dues_changed()
         if not stepped.busy and running:
             # The engine forgot requests that we still count: an engine's bug must not become a client's silence.
-            effects += self._lose(running, "the engine ended without this request", now, suspect=True)
+            effects += self.requests.lose(running, "the engine ended without this request", now, suspect=True)
             self._changed = True
         if not stepped.outputs and running and model.short(stepped.held, self.pages.total) > 0:
             model.stuck = self._changed = True
@@ -404,7 +390,7 @@ class Instance:
         if chosen is not None and not chosen[0].can_step:  # parked for another
             chosen = self._turns.next(order, turn, now)
         if chosen is None:
-            self.turn = None if not self._owners else turn
+            self.turn = None if not len(self.requests) else turn
             if self.turn is not None:
                 self.turn.left = 0
             return effects
@@ -484,10 +470,7 @@ class Instance:
                 break
             joining.append(request)
         for request in joining:
-            del model.waiting[request.id]
-            model.running[request.id] = request
-            model.context += request.context
-            model.prompts += not request.computed
+            self.requests.join(model, request)
         return [*effects, *map(Add, joining)]
 
     # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -527,45 +510,14 @@ class Instance:
                     model.stuck, model.fresh = False, True
         return effects
 
-    # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _take(self, id: RequestId, now: float) -> Request:
-        """Remove a request from wherever it is."""
-        model = self.models[self._owners.pop(id)]
-        request = model.running.pop(id, None)
-        if request is not None:
-            model.context -= request.context
-            model.prompts -= not request.computed
-        else:
-            request = model.waiting.pop(id)
-        model.dues_changed()
-        if not model.has_requests:
-            model.idle.left(now)
-            self._rooms.file(model)
-        return request
-
-    def _drop_requests(self, model: Model, error: str, now: float, finish: Finish = Finish.LOST) -> list[Effect]:
-        running = list(model.running)
-        aborts: list[Effect] = [Abort(model.key, running)] if running else []
-        return aborts + self._lose([*model.running, *model.waiting], error, now, finish)
-
-    def _lose(
-        self, ids: Iterable[RequestId], error: str, now: float, finish: Finish = Finish.LOST, suspect: bool = False
-    ) -> list[Effect]:
-        lost = [self._take(id, now) for id in list(ids)]
-        for request in lost:
-            self.attainment.end(request.label, request.progress, now, owed=1)
-        return [Lose(request, error, finish, suspect) for request in lost]
-
     def check(self) -> None:
         """The invariants; asserted by the tests after every event, and by the device when it is idle."""
-        held = [id for model in self.models.values() for id in (*model.waiting, *model.running)]
-        assert len(held) == len(set(held)), "a request is held twice"
-        assert set(held) == set(self._owners), "a request is owned and not held, or held and not owned"
+        self.requests.check(self.models.values())
         for model in self.models.values():
             where = f"{model.key} in {model.phase.name}"
             pages = self.pages.of(model.key)
-            assert not model.running or model.phase in WITH_ENGINE, f"{where} has requests in an engine it lacks"
+            inside = model.running or model.leaving
+            assert not inside or model.phase in WITH_ENGINE, f"{where} has requests in an engine it lacks"
             assert not (model.stuck or model.fresh) or model.phase is Phase.RESIDENT, f"{where} is stuck or fresh"
             assert not (model.stuck and not model.has_requests), f"{where} is stuck without requests"
             assert model.context == sum(request.context for request in model.running.values()), f"{where} lost count"

@@ -79,6 +79,7 @@ class Model:
     error: str = ""  # why it can't serve
     waiting: dict[RequestId, Request] = field(default_factory=dict)
     running: dict[RequestId, Request] = field(default_factory=dict)
+    leaving: dict[RequestId, Request] = field(default_factory=dict)  # still in the engine, and in none of its steps
     context: int = 0  # tokens of all that run, made and given
     prompts: int = 0  # of those that run, those that have made no token here yet
     used_at: float = 0.0  # last time it had work, became resident or failed to

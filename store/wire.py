@@ -41,6 +41,36 @@ def control_subject(runtime: str) -> str:
     return f"rt.{runtime}.control"
 
 
+def offer_subject(runtime: str) -> str:
+    """Request: Offer → Reply."""
+    return f"rt.{runtime}.offer"
+
+
+def blocks_subject(runtime: str) -> str:
+    """Request: Blocks → Reply, once they were read or are not needed."""
+    return f"rt.{runtime}.blocks"
+
+
+def commit_subject(runtime: str) -> str:
+    """Request: Commit → Reply. Asked again it is answered again."""
+    return f"rt.{runtime}.commit"
+
+
+def call_off_subject(runtime: str) -> str:
+    """Publish: CallOff."""
+    return f"rt.{runtime}.call-off"
+
+
+def landed_subject(runtime: str) -> str:
+    """Publish: Landed."""
+    return f"rt.{runtime}.landed"
+
+
+def migrate_subject(runtime: str) -> str:
+    """Request: Migrate → Reply."""
+    return f"rt.{runtime}.migrate"
+
+
 def frame_subject(gateway: str) -> str:
     """Publish: Frame, from every runtime that works for this gateway."""
     return f"gw.{gateway}.frames"
@@ -137,6 +167,14 @@ class Finish(IntEnum):
     LOST = 5  # here, not for the client: another runtime can go on with it
 
 
+class Moved(msgspec.Struct, frozen=True, array_like=True):
+    """Where a stream goes on, and where that runtime's frames to the stream's gateway stood when it took it."""
+
+    runtime: str
+    epoch: int
+    seq: int
+
+
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What one step made for one stream."""
 
@@ -149,6 +187,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     cached_tokens: int = 0  # of the prompt; set on the first delta
     error: str = ""  # with finish == ERROR or LOST: one sentence for the client
     suspect: bool = False  # with finish == LOST: it was in the step in which the engine failed
+    moved: Moved | None = None  # this is the last of it from this runtime: what follows comes from that one
 
 
 class Frame(Message, frozen=True, kw_only=True, tag=True):
@@ -188,6 +227,61 @@ class Control(Message, frozen=True, kw_only=True, tag=True):
 
     model: str
     op: str  # sleep | wake
+
+
+class Offer(Message, frozen=True, kw_only=True, tag=True):
+    """A runtime would like another one of its host to go on with a running request: `run` as it was asked for."""
+
+    move: str  # names the attempt to move it, uniquely
+    source: str  # runtime
+    host_cache: str  # in which its keys and values will be: the target must share it
+    run: Run
+    tokens: int  # prompt and output so far
+
+
+class Blocks(Message, frozen=True, kw_only=True, tag=True):
+    """These blocks of its KV cache, from index `first` on, are in the host cache."""
+
+    move: str
+    first: int
+    host: list[int]
+
+
+class Departure(msgspec.Struct, frozen=True):
+    """All that an engine needs to go on with a request of another engine of the same model."""
+
+    made: list[int]  # tokens of its output
+    computed: int  # tokens whose keys and values are in its blocks
+    host: list[int]  # all of these, in the host cache, by index
+    sampler: bytes  # where the chance of a request with a seed stands; empty where there is nothing to know
+
+
+class Commit(Message, frozen=True, kw_only=True, tag=True):
+    """It makes no more tokens at the source, and is the target's from the answer on."""
+
+    move: str
+    departure: Departure
+
+
+class CallOff(Message, frozen=True, kw_only=True, tag=True):
+    """It does not move."""
+
+    move: str
+
+
+class Landed(Message, frozen=True, kw_only=True, tag=True):
+    """The target has read all that it needs of the host cache."""
+
+    move: str
+
+
+class Migrate(Message, frozen=True, kw_only=True, tag=True):
+    """Move so many requests to that runtime, those with the lowest priority and the shortest context first."""
+
+    target: str
+    model: str = ""  # of this model alone; empty: of any
+    count: int = 1
+    term: int = 0  # of the scheduler that says so: one of an earlier term is not obeyed
 
 
 class Residency(IntEnum):
@@ -239,6 +333,7 @@ class Lease(Message, frozen=True, kw_only=True, tag=True):
     epoch: int
     engine: str
     draining: bool = False
+    host_cache: str = ""  # names the one it shares: between runtimes that do, running requests can move
     holder: str = ""  # key of the model whose turn it is; empty when the device is idle
     switches: int = 0
     page_bytes: int = 0

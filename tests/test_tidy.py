@@ -17,7 +17,7 @@ DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 # No clock, no chance, no I/O: the same file runs in production and in a simulator.
 PURE = re.compile(
-    r"runtime/(attainment|cluster|costs|estimate|events|instance|model|pages|request|ring|rooms)\.py"
+    r"runtime/(attainment|cluster|costs|estimate|events|instance|model|pages|request|requests|ring|rooms)\.py"
     r"|runtime/(policy/\w+|engine/base|memory/index)\.py"
     r"|store/wire\.py"
     r"|gateway/(objectives|status)\.py"

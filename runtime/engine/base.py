@@ -46,6 +46,15 @@ class Held(msgspec.Struct, frozen=True):
     kv_spare: int = 0  # of `kv`, what holds nothing but prefixes of requests that ended
 
 
+class Departure(msgspec.Struct, frozen=True):
+    """What a request that leaves has, beside its payload."""
+
+    made: list[int]  # the tokens of its output so far
+    computed: int  # tokens, of prompt and output, whose keys and values are in its blocks
+    host: list[int]  # where in the host's cache its blocks are, all of them, in order
+    sampler: bytes  # where the chance of a request with a seed stands; empty where there is nothing to know
+
+
 class Engine(Protocol):
     """One model. Not thread-safe, and steps of two engines of one process must never overlap."""
 
@@ -68,7 +77,7 @@ class Engine(Protocol):
         """Forget these requests, parked ones too; ids the engine does not know are ignored. No output follows."""
 
     def busy(self) -> bool:
-        """Whether any request is unfinished, parked or on its way in."""
+        """Whether any request is unfinished, parked or on its way in; those that left or are expected do not count."""
 
     def step(self) -> list[Output]:
         """One iteration of the batch, with the requests that are in; waits for the first of them if none is yet.
@@ -90,7 +99,10 @@ class Engine(Protocol):
         None. Takes a few steps; needs `arrived`. A model with something wrong must not serve: close it."""
 
     def park(self) -> None:
-        """Take all requests out, beginning their copies to the host, and leave the weights as clean cache."""
+        """Take all requests out, beginning their copies to the host, and leave the weights as clean cache.
+
+        A request that left is as parked as the others: it may still depart, and is parked if it stays. What is expected
+        loses its blocks: no more is received for it, adopting it fails, and it is for the caller to forget it."""
 
     def parked(self) -> bool:
         """Whether all requests are safe on the host and all of the KV cache's pages are given back."""
@@ -106,6 +118,58 @@ class Engine(Protocol):
 
     def evict(self, weights_pages: int) -> None:
         """Give so many pages of clean weights back."""
+
+    # A request moves to an engine of the same model over the same host cache while it runs. Source: `stage` as often as
+    # there are new full blocks, `leave`, `departure` when all is `staged`, and at last `abort`, or `stay`. Target:
+    # `expect`, `receive` what the source has staged, `adopt`, or `abort`. Both may be told to abort at any time.
+
+    def stage(self, request: RequestId, first: int) -> list[int] | None:
+        """Begin to copy to the host what is full of its blocks, while it goes on; where those from index `first` on
+        are, [] if there are none yet. They are there when `staged` says so, and stay until `abort`, `stay` or its end.
+
+        None if the host has no room, or if it does not run just now: it waits, is parked, made no token yet, or ended.
+        Those from before `first`, which were given out before, are not told again."""
+
+    def staged(self, request: RequestId) -> bool:
+        """Whether every copy that `stage` or `leave` began for it is over; also true of a request that is not here.
+
+        Raises EngineError when one failed for good: it can't move then, but stay."""
+
+    def leave(self, request: RequestId) -> None:
+        """Take it out of the batch, between two steps, and begin to copy out the rest of its blocks: it makes no token
+        here until it stays. One that is parked may leave too. What is under way with it is waited for.
+
+        Raises EngineError if it is not here, made no token yet, or the host has no room; all is as before then."""
+
+    def departure(self, request: RequestId) -> Departure:
+        """What the other engine needs to go on with it. It must have left, and `staged`. Raises EngineError."""
+
+    def stay(self, request: RequestId) -> None:
+        """It does not move after all: it goes on here where it stopped, nothing is computed again, and what was staged
+        is free. Does nothing for one that is not about to move."""
+
+    def expect(self, request: RequestId, payload: bytes, tokens: int) -> bool:
+        """It will come and have about so many tokens: take blocks for them. It takes no part in steps yet.
+
+        False if there are not enough blocks now, or the model is parked: nothing is kept. Raises BadRequest."""
+
+    def receive(self, request: RequestId, first: int, host: list[int]) -> bool:
+        """Begin to copy these blocks of the host's cache, which are the other engine's, into its own from index `first`
+        on, the number of those received so far.
+
+        False if there is no room for them, or if the model was parked since it was expected: it is expected still.
+        Raises EngineError if the cache has no such blocks."""
+
+    def received(self, request: RequestId) -> bool:
+        """Whether every copy that `receive` began is over, and the other side may free what it has on the host.
+
+        Raises EngineError when one failed for good and the request was not adopted yet: abort it here, let it stay
+        there. One that was adopted is computed again."""
+
+    def adopt(self, request: RequestId, departure: Departure) -> None:
+        """All its blocks were received, or are being received: it is this engine's, and steps when they are there.
+
+        Raises EngineError, or BadRequest, when that can't be; it is forgotten here then, and let it stay there."""
 
     def close(self) -> None:
         """Give everything back without harming the other engines of the process."""

@@ -24,7 +24,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from runtime.engine.base import EngineError
-from runtime.engine.scheduler import PooledScheduler
+from runtime.engine.moving import MovingScheduler
 from runtime.engine.vllm import VllmEngine, first_line
 from runtime.engine.worker import Building, building
 from runtime.memory.images import Image, ImageKey, Images, Making
@@ -137,7 +137,7 @@ class Builder:
             kv_cache_memory_bytes=self.pages_total * self.page_bytes,
             disable_hybrid_kv_cache_manager=True,  # layers with a window keep all: one shape of KV cache for each model
             worker_cls="runtime.engine.worker.PooledWorker",
-            scheduler_cls=PooledScheduler,
+            scheduler_cls=MovingScheduler,
             **more,
         )
         config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)

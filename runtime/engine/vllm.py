@@ -24,8 +24,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
-from runtime.engine.base import BadRequest, EngineError, Held, Output
-from runtime.engine.scheduler import PooledScheduler
+from runtime.engine.base import BadRequest, Departure, EngineError, Held, Output
+from runtime.engine.moving import MovingScheduler
 from runtime.engine.worker import Home
 from runtime.memory.images import Image, ImageKey, Images
 from runtime.memory.kv import KvRegion
@@ -46,7 +46,7 @@ class VllmEngine:
     """One EngineCore, its weights and its KV cache."""
 
     def __init__(self, core: EngineCore, home: Home, kv: KvRegion, images: Images) -> None:
-        assert isinstance(core.scheduler, PooledScheduler)
+        assert isinstance(core.scheduler, MovingScheduler)
         self._core, self._scheduler = core, core.scheduler
         self._images, self._worker = images, core.model_executor.driver_worker.worker
         self.home, self.kv = home, kv
@@ -56,6 +56,7 @@ class VllmEngine:
         self._golden: list[int] = []
         self._golden_blocks = -(-(GOLDEN_PROMPT + GOLDEN_TOKENS) // self._scheduler.block_size)
         self._activations = 0
+        self._parked = True  # or about to be: what blocks there are go
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder(size_threshold=INLINE_MOST)
         self.weights_pages = self.weights.pages
@@ -82,7 +83,9 @@ class VllmEngine:
         message.request_id = id
         if id in self._scheduler.requests:
             raise BadRequest(f"request {id} is here already: a request has its name for itself")
-        if begun and message.sampling_params is not None:
+        if begun:
+            if message.sampling_params is None:
+                raise BadRequest(f"request {id} makes no tokens: there is nothing to go on with, send it anew")
             message.sampling_params.prompt_logprobs = None
         return self._core.preprocess_add_request(message)[0]
 
@@ -103,13 +106,63 @@ class VllmEngine:
         self._core.abort_requests(list(requests))
 
     def busy(self) -> bool:
-        return bool(self._scheduler.requests)
+        return self._scheduler.unfinished > 0
 
     def step(self) -> list[Output]:
         self._scheduler.prepare()
         outputs, executed = self._core.step()
         self._core.post_step(executed)
         return [self._output(output) for made in outputs.values() for output in made.outputs]
+
+    # ── requests that move ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def stage(self, request: RequestId, first: int) -> list[int] | None:
+        return self._scheduler.stage(request, first, self._written())
+
+    def staged(self, request: RequestId) -> bool:
+        return self._scheduler.staged(request)
+
+    def leave(self, request: RequestId) -> None:
+        self._scheduler.leave(request, self._written())
+
+    def departure(self, request: RequestId) -> Departure:
+        left = self._scheduler.departure(request)
+        state = self._worker.generator_state(request)
+        return Departure(list(left.request.output_token_ids), left.computed, left.host, state)
+
+    def stay(self, request: RequestId) -> None:
+        self._scheduler.stay(request)
+
+    def expect(self, request: RequestId, payload: bytes, tokens: int) -> bool:
+        try:
+            asked = self._read(request, payload, begun=True)
+        except Exception as error:
+            raise BadRequest(first_line(error)) from error
+        tokens = max(1, min(tokens, self._scheduler.max_model_len))
+        return not self._parked and self._scheduler.expect(asked, tokens, self._golden_blocks)
+
+    def receive(self, request: RequestId, first: int, host: list[int]) -> bool:
+        try:
+            return self._scheduler.receive(request, first, host, self._golden_blocks)
+        except PoolError as error:
+            raise EngineError(f"request {request} can't be received: {error}") from error
+
+    def received(self, request: RequestId) -> bool:
+        return self._scheduler.received(request)
+
+    def adopt(self, request: RequestId, departure: Departure) -> None:
+        try:
+            asked = self._scheduler.expected(request)
+            self._append(asked, departure.made)
+            if not 0 < departure.computed < asked.num_tokens:
+                raise BadRequest(
+                    f"{departure.computed} of {asked.num_tokens} tokens are computed: not none, and not all"
+                )
+            self._worker.take_up(asked, departure.sampler)
+            self._scheduler.adopt(request, departure.computed)
+        except Exception as error:
+            self._scheduler.forget(request)
+            raise error if isinstance(error, EngineError) else BadRequest(first_line(error)) from error
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -122,6 +175,7 @@ class VllmEngine:
 
     def fetch(self, kv_pages: int) -> None:
         """Weights first, for a step needs all of them; if they are here still, requests need not wait for that."""
+        self._parked = False
         try:
             self._open(kv_pages - len(self.kv.mapped))
             here = self.weights.held_pages == self.weights.pages
@@ -144,11 +198,13 @@ class VllmEngine:
 
     def _not_fetched(self, error: PoolError) -> EngineError:
         """Requests that are on their way go back."""
+        self._parked = True
         self._scheduler.take_out(None)
         self._scheduler.wait_all_out()
         return EngineError(str(error))
 
     def park(self) -> None:
+        self._parked = True
         self._scheduler.take_out(self._written())
         self.weights.leave()
 

@@ -94,38 +94,38 @@ def load_of(
 
 def freeness(load: Load) -> float:
     """Steps that it can go on; below 0 where somebody waits for memory or time that is not there."""
-    steps = _NEVER if not load.step_bytes else (load.kv_bytes - load.used_bytes) / load.step_bytes
-    return min(steps, FULL_STEPS * (1 - load.busy)) if load.busy else steps
+    return _steps(load.kv_bytes - load.used_bytes, load.step_bytes, load.busy)
 
 
-def pooled(loads: Sequence[Load]) -> float:
-    """Of all together, as if they were one device: one that is idle is not infinitely free for the others."""
-    total = _together(loads)
-    return _NEVER if total is None else freeness(total)
+def _steps(free_bytes: float, step_bytes: float, busy: float) -> float:
+    steps = free_bytes / step_bytes if step_bytes > 0 else _NEVER
+    return min(steps, FULL_STEPS * (1 - busy)) if busy > 0 else steps
 
 
-def without(loads: Sequence[Load], leaving: int) -> float:
+def pooled(loads: Sequence[Load], idle: int = 0) -> float:
+    """Of all together, as if they were one device: one that is idle is not infinitely free for the others. `idle`: so
+    many more, each like the mean of them and without work."""
+    free, step, kv, busy = _sums(loads)
+    return _steps(free + idle * kv / max(1, len(loads)), step, busy / max(1, len(loads) + idle))
+
+
+def without(loads: Sequence[Load], leaving: Load) -> float:
     """Of all together, when that device has left and its requests stay."""
-    total, gone = _together(loads), next(load for load in loads if load.device == leaving)
-    if total is None or len(loads) == 1:
-        return -_NEVER if gone.requests else _NEVER
-    rest = total.kv_bytes - gone.kv_bytes
-    return freeness(msgspec.structs.replace(total, kv_bytes=rest, busy=total.busy * len(loads) / (len(loads) - 1)))
+    free, step, _, busy = _sums(loads)
+    if len(loads) == 1:
+        return -_NEVER if leaving.requests else _NEVER
+    return _steps(free - leaving.kv_bytes, step, busy / (len(loads) - 1))
 
 
-def _together(loads: Sequence[Load]) -> Load | None:
-    if not loads:
-        return None
-    return Load(
-        loads[0].device,
-        min(load.at for load in loads),
-        sum(load.kv_bytes for load in loads),
-        sum(load.used_bytes for load in loads),
-        sum(load.step_bytes for load in loads),
-        sum(load.running for load in loads),
-        sum(load.waiting for load in loads),
-        sum(load.busy for load in loads) / len(loads),
-    )
+def _sums(loads: Sequence[Load]) -> tuple[float, float, float, float]:
+    """Bytes that are free, that a step takes, that there are, and time."""
+    free = step = kv = busy = 0.0
+    for load in loads:
+        free += load.kv_bytes - load.used_bytes
+        step += load.step_bytes
+        kv += load.kv_bytes
+        busy += load.busy
+    return free, step, kv, busy
 
 
 # ── who to whom ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -161,21 +161,13 @@ def _standing(place: tuple[float, int, Load]) -> tuple[float, int]:
 def helps(source: Load, target: Load, drains: bool, low: float = LOW_STEPS) -> bool:
     """Whether it brings the two nearer to each other that one mean request goes, and does not fill the target."""
     part = 1 / max(1, source.running + (source.waiting > 0))
-    moved = (source.used_bytes * part, source.step_bytes * part, source.busy * part)
-    taken, given = _moved(target, *moved), _moved(source, *(-amount for amount in moved))
-    if freeness(taken) <= low:
+    used, step, busy = source.used_bytes * part, source.step_bytes * part, source.busy * part
+    taken = _steps(target.kv_bytes - target.used_bytes - used, target.step_bytes + step, target.busy + busy)
+    if taken <= low:
         return False
-    gap, left = freeness(target) - freeness(source), abs(freeness(taken) - freeness(given))
-    return drains or left < gap
-
-
-def _moved(load: Load, used_bytes: float, step_bytes: float, busy: float) -> Load:
-    return msgspec.structs.replace(
-        load,
-        used_bytes=load.used_bytes + used_bytes,
-        step_bytes=max(0.0, load.step_bytes + step_bytes),
-        busy=max(0.0, load.busy + busy),
-    )
+    left = 1 - part  # of what the source has
+    given = _steps(source.kv_bytes - source.used_bytes * left, source.step_bytes * left, source.busy * left)
+    return drains or abs(taken - given) < freeness(target) - freeness(source)
 
 
 # ── what ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

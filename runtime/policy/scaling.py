@@ -56,9 +56,9 @@ class Scaling:
             return self._changed(Change(join=band.least - count), now)
         if not loads:
             return NOTHING
-        victim = min(loads, key=lambda load: (load.requests, -load.device))
-        high = count > band.least and not joining and without(loads, victim.device) > band.high_steps
-        low = pooled([*loads, *_idle(loads, joining)]) < band.low_steps
+        victim = min(loads, key=lambda load: (load.running + load.waiting, -load.device))
+        high = count > band.least and not joining and without(loads, victim) > band.high_steps
+        low = pooled(loads, joining) < band.low_steps
         self._low, self._high = (self._low + 1 if low else 0), (self._high + 1 if high else 0)
         if now < self._quiet_until:
             return NOTHING
@@ -79,8 +79,3 @@ class Scaling:
         wanted_bytes = sum(load.used_bytes + low * load.step_bytes for load in loads)
         wanted_time = sum(load.busy for load in loads) / (1 - min(0.9, low / FULL_STEPS))
         return max(1, math.ceil(max(wanted_bytes / each, wanted_time)) - len(loads) - joining)
-
-
-def _idle(loads: Sequence[Load], count: int) -> list[Load]:
-    each = sum(load.kv_bytes for load in loads) / len(loads)
-    return [Load(-1, loads[0].at, each)] * count

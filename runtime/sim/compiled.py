@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("runtime", "store")
 COMPILED = (  # what runs for every event, but for structs and protocols, from which mypyc makes nothing
     *(f"runtime/{name}.py" for name in ("attainment", "cluster", "estimate", "instance", "model", "pages")),
-    *(f"runtime/{name}.py" for name in ("request", "rooms")),
+    *(f"runtime/{name}.py" for name in ("request", "requests", "rooms")),
     *(
         f"runtime/policy/{name}.py"
         for name in ("dispatch", "eviction", "idle", "migration", "prefetch", "scaling", "slack", "turns")

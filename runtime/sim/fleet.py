@@ -1,5 +1,5 @@
-"""A policy by name, as a fleet runs it: who takes a request, whose turn it is on each device, and what the fleet does of
-itself: move requests, grow and shrink."""
+"""A policy by name, as a fleet runs it: who takes a request, whose turn it is on each device, and what the fleet does
+of itself: move requests, grow and shrink."""
 
 from __future__ import annotations
 

@@ -52,9 +52,16 @@ class Runtimes:
 
     async def say(self, **running: int) -> None:
         """Leases: how many requests each has; who is not named has no lease of its model."""
+        self._running = running
         for id in self.all:
             here = ModelState(residency=Residency.RESIDENT, running=running[id]) if id in running else None
             await self.plane.report({"m": here} if here else {}, id)
+
+    async def keep_saying(self) -> None:
+        """As runtimes do: a lease that is not renewed is over."""
+        while True:
+            await asyncio.sleep(1)
+            await self.say(**self._running)
 
     async def submit(self, id: str = "a", deadline_s: float = 5.0) -> None:
         now = time.monotonic()
@@ -90,7 +97,9 @@ async def two(plane: Plane, nats_server: NatsServer) -> AsyncIterator[Runtimes]:
         for runtime in runtimes.all.values():
             await runtime.start()
         await runtimes.say(r1=0, r2=1)
+        saying = asyncio.create_task(runtimes.keep_saying())
         yield runtimes
+        saying.cancel()
         for runtime in runtimes.all.values():
             runtime.stop()
         relay.stop()

@@ -40,15 +40,17 @@ class ScriptedRuntime:
         assert self._beating is not None
         self._beating.cancel()
 
-    async def make(self, stream: int, at: int, tokens: list[int], finish: Finish | None = None, lose: bool = False):  # type: ignore[no-untyped-def]
-        frame = wire.encode(
-            wire.Frame(
-                runtime=self.id,
-                epoch=self.epoch,
-                seq=self.ring.last + 1,
-                deltas=[Delta(stream, tokens, at, finish)],
-            )
-        )
+    async def make(
+        self,
+        stream: int,
+        at: int,
+        tokens: list[int],
+        finish: Finish | None = None,
+        lose: bool = False,
+        moved: wire.Moved | None = None,
+    ) -> bytes:
+        deltas = [Delta(stream, tokens, at, finish, moved=moved)]
+        frame = wire.encode(wire.Frame(runtime=self.id, epoch=self.epoch, seq=self.ring.last + 1, deltas=deltas))
         self.ring.keep(frame)
         if not lose:
             await self.send(frame)
@@ -221,7 +223,7 @@ async def test_cancel_reaches_the_runtime_and_nothing_more_is_delivered(nats_ser
         await relay.cancel([1])
         await runtime.make(1, 0, [1])
         await asyncio.sleep(0.2)
-        assert runtime.cancelled == [1] and heard.tokens == [] and heard.end is None
+        assert set(runtime.cancelled) == {1} and heard.tokens == [] and heard.end is None
 
 
 async def test_a_refusal_says_why(nats_server: NatsServer) -> None:
@@ -260,3 +262,77 @@ async def test_a_bus_that_stays_away_ends_the_streams(nats_server: NatsServer, m
         end = await heard.until_end()
         assert end.finish is Finish.ERROR and "bus is away" in end.error
         nats_server.start()
+
+
+# ── streams that move ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.asynccontextmanager
+async def moving(nats: NatsServer) -> AsyncIterator[tuple[Relay, ScriptedRuntime, ScriptedRuntime, Heard]]:
+    """A stream with two tokens from r1, and r2, which the relay does not know yet."""
+    async with joined(nats) as (relay, one), Bus.connect(nats.url, "other") as bus:
+        two = ScriptedRuntime(bus, epoch=7, id="r2")
+        await two.start()
+        heard = Heard()
+        await relay.run("r1", run(1), heard)
+        await one.make(1, 0, [1, 2])
+        yield relay, one, two, heard
+        two.stop()
+
+
+async def test_a_stream_that_moves_goes_on_without_gap_or_repeat(nats_server: NatsServer) -> None:
+    async with moving(nats_server) as (_, one, two, heard):
+        await one.make(1, 2, [], moved=wire.Moved("r2", 7, two.ring.last))
+        await two.make(1, 2, [3])
+        await two.make(1, 3, [4], Finish.STOP)
+        await heard.until_end()
+        assert heard.tokens == [1, 2, 3, 4] and not one.cancelled and not two.cancelled
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_what_comes_from_there_before_the_last_from_here_waits_for_it(
+    nats_server: NatsServer, known: bool
+) -> None:
+    async with moving(nats_server) as (relay, one, two, heard):
+        other = Heard()
+        if known:
+            await relay.run("r2", run(2), other)
+            await two.make(2, 0, [9])
+        began = two.ring.last
+        await two.make(1, 3, [4])
+        await two.make(1, 4, [5], Finish.LENGTH)
+        await asyncio.sleep(0.2)
+        assert heard.tokens == [1, 2]
+        await one.make(1, 2, [3])
+        await one.make(1, 3, [], moved=wire.Moved("r2", 7, began))
+        await heard.until_end()
+        assert heard.tokens == [1, 2, 3, 4, 5] and not two.cancelled
+        assert other.tokens == [9] * known
+
+
+async def test_the_first_frames_from_there_can_be_repaired_too(nats_server: NatsServer) -> None:
+    async with moving(nats_server) as (_, one, two, heard):
+        began = two.ring.last
+        await two.make(1, 2, [3], lose=True)
+        await one.make(1, 2, [], moved=wire.Moved("r2", 7, began))
+        await two.make(1, 3, [4], Finish.STOP)
+        await heard.until_end()
+        assert heard.tokens == [1, 2, 3, 4]
+
+
+async def test_who_works_for_a_stream_that_nobody_has_is_told_so(nats_server: NatsServer) -> None:
+    """It took a request over from a runtime that died before it could say so."""
+    async with moving(nats_server) as (_, _, two, heard):
+        await two.make(17, 0, [3])
+        await asyncio.sleep(0.2)
+        assert two.cancelled == [17] and heard.tokens == [1, 2]
+
+
+async def test_a_stream_whose_new_runtime_falls_silent_is_lost(nats_server: NatsServer) -> None:
+    async with moving(nats_server) as (_, one, two, heard):
+        two.mute = True
+        await one.make(1, 2, [], moved=wire.Moved("r2", 7, two.ring.last))
+        end = await heard.until_end()
+        assert end.finish is Finish.LOST and "r2 has been silent" in end.error
+        await asyncio.sleep(0.2)
+        assert two.cancelled == [1]

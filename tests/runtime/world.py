@@ -380,7 +380,7 @@ class World:
         assert set(self.engines) <= set(self.instance.models), "an engine of a model that is not there"
         assert self.free >= 0
         assert {id for model in self.instance.models.values() for id in (*model.waiting, *model.running)} == self.open
-        counted = self.instance.attainment.totals
+        counted = self.instance.requests.attainment.totals
         assert self.attained == {
             label: Counter(requests=total.requests, tokens=total.tokens, on_time=total.on_time)
             for label, total in counted.items()

@@ -1,0 +1,319 @@
+"""What do migration and scaling bring a fleet? In simulation, each beside the same fleet without it, seed by seed.
+
+`moves`: one model on 16 devices under memory pressure, lengths of a power law (the Llumnix paper's table 1, M-M) on
+devices like its A10; requests go to the freest device, with migration and without, and in turns. `scale`: the same
+model under a load that rises and falls, the fleet between 2 and 24 devices; each line is one band of freeness, so that
+GPU-hours can be compared at equal P99 of the first token. `fleet`: many models asked like ServeGen's clients, 11 on
+each H100, on their devices, moving between them, scaling, and in turns. `decisions`: what one costs with 256 devices, in
+one core's time.
+
+Ratios are of the same seed, in the median [least, most]. Every simulation is kept in build/ for as long as the
+simulated code stays the same: what is ended goes on later.
+
+`python tests/bench/bench_fleet.py [--parts moves,scale,fleet,decisions] [--seeds 3] [--gpus 32]`; STACCATO_TRACES
+names the folder of traces, and 256 GPUs take an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))  # after the compiled machines, which PYTHONPATH names
+
+import msgspec  # noqa: E402
+import numpy as np  # noqa: E402
+
+from runtime.cluster import Cluster, Rules  # noqa: E402
+from runtime.costs import Law, ModelSize, Profile, load_profile  # noqa: E402
+from runtime.policy.dispatch import Dispatch, Freest, InTurns, LeastLoaded  # noqa: E402
+from runtime.policy.fixed import Resident  # noqa: E402
+from runtime.policy.migration import Load  # noqa: E402
+from runtime.policy.scaling import Band  # noqa: E402
+from runtime.request import ModelKey, Objective, Request, request_id  # noqa: E402
+from runtime.sim.capacity import processes  # noqa: E402
+from runtime.sim.fleet import Changes, simulate  # noqa: E402
+from runtime.sim.workload import Floats, Workload, quantiles, servegen  # noqa: E402
+from runtime.sim.world import Result, World  # noqa: E402
+from tests.bench.bench_capacity import TRACES, simulated_code  # noqa: E402
+
+RUNS = ROOT / "build" / "fleet-runs.jsonl"
+PARTS = ("moves", "scale", "fleet", "decisions")
+OBJECTIVE = Objective()
+
+
+class Run(msgspec.Struct, frozen=True):
+    part: str
+    variant: str
+    point: float  # requests per second; the low end of a band; devices
+    seed: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--gpus", type=int, default=32, help="of the part `fleet`")
+    chosen = parser.parse_args()
+    parts, seeds = chosen.parts.split(","), range(chosen.seeds)
+    points: dict[str, tuple[float, ...]] = {"moves": RATES, "scale": LOWS, "fleet": (chosen.gpus,)}
+    tables: dict[str, Callable[[Mapping[Run, Result], Sequence[float], Sequence[int]], None]] = {
+        "moves": show_moves,
+        "scale": show_scale,
+        "fleet": show_fleet,
+    }
+    for part in parts:
+        if part == "decisions":
+            show_decisions()
+            continue
+        if part == "fleet" and not (TRACES / "servegen_clients_windows.parquet").exists():
+            print(f"fleet: left out, there are no traces in {TRACES}: set STACCATO_TRACES", file=sys.stderr)
+            continue
+        runs = [
+            Run(part, variant, point, seed) for seed in seeds for point in points[part] for variant in VARIANTS[part]
+        ]
+        tables[part](answered(runs), points[part], seeds)
+
+
+def answered(runs: Sequence[Run]) -> dict[Run, Result]:
+    code = simulated_code()
+    known = {run: result for made_by, run, result in _kept() if made_by == code}
+    missing = [run for run in runs if run not in known]
+    RUNS.parent.mkdir(exist_ok=True)
+    with processes() as each, RUNS.open("ab") as file:
+        for run, result in zip(missing, each(simulated, missing), strict=True):
+            known[run] = result
+            file.write(msgspec.json.encode((code, run, result)) + b"\n")
+            file.flush()
+            print(f"\r{run.part} {run.variant} {run.point:g} {run.seed}".ljust(60), end="\r", file=sys.stderr)
+    return known
+
+
+def _kept() -> list[tuple[str, Run, Result]]:
+    lines = RUNS.read_bytes().splitlines(keepends=True) if RUNS.exists() else []
+    whole = [line for line in lines if line.endswith(b"\n")]
+    # A first token that never came is at infinity, which JSON writes as null.
+    return [msgspec.json.decode(line.replace(b":null", b":1e99"), type=tuple[str, Run, Result]) for line in whole]
+
+
+def simulated(run: Run) -> Result:
+    return {"moves": _moves, "scale": _scale, "fleet": _fleet}[run.part](run)
+
+
+# ── one model on many devices ─────────────────────────────────────────────────────────────────────────────────────────
+
+LLAMA_7B = ModelSize("llama-7b", 13_480_000_000, 524_288, 6.74e9)
+KV_TOKENS = 13_616  # that an A10 has room for beside these weights, as the paper says
+# An A10's 600 GB/s at 0.7 for weights and 0.6 for KV cache, half of its 125 TFLOPS, 64 Gb/s of network.
+A10 = Profile(
+    name="a10",
+    kind="analytic",
+    conditions={},
+    memory_bytes=LLAMA_7B.weight_bytes + KV_TOKENS * 524_288 + (8 << 20),
+    page_bytes=8 << 20,  # vLLM's blocks of 16 tokens
+    batched_tokens=6144,
+    host_bytes_per_s=1e11,
+    law=Law(
+        step_s=0.002,
+        step_s_per_weight_byte=1 / 420e9,
+        step_s_per_request=3e-5,
+        step_s_per_parameter=0.0,
+        step_s_per_kv_byte=1 / 360e9,
+        prefill_s=0.01,
+        prefill_s_per_parameter=2 / 62e12,
+        prefill_s_per_parameter2=7.1e-20,
+        load_s=0.1,
+        load_s_per_byte=1 / 20e9,
+        switch_s=0.0,
+        copy_s_per_byte=1 / 8e9,
+    ),
+)
+SHARES = np.array((0.0, 0.5, 0.8, 0.95, 0.99, 1.0))
+MEDIUM = np.array((8.0, 32, 173, 1288, 4208, 6000))  # tokens
+REQUESTS, DEVICES = 4000, 16
+RATES = (8.5, 9.0, 9.5)  # requests per second: first tokens are on time for nine in ten, up to where they are not
+ONE_BY_ONE = Rules(whole=False)
+MOVING = Rules(migrate=True, whole=False)
+
+
+def _one_model(at_s: Floats, rng: np.random.Generator) -> Workload:
+    lengths = (np.clip(quantiles(SHARES, MEDIUM)(rng, len(at_s)), 2, 6000).astype(np.int32) for _ in range(2))
+    rate = len(at_s) / float(at_s[-1])
+    return Workload([LLAMA_7B], [rate], float(at_s[-1]) + 1, at_s, np.zeros(len(at_s), np.int32), *lengths)
+
+
+def _moves(run: Run) -> Result:
+    rng = np.random.default_rng(run.seed)
+    workload = _one_model(np.cumsum(rng.exponential(1 / run.point, REQUESTS)), rng)
+    dispatch: Dispatch = InTurns() if run.variant == "in turns" else Freest()
+    rules = {"in turns": None, "freest": ONE_BY_ONE, "moving": MOVING}[run.variant]
+    return _ended(World(workload, A10, Resident, dispatch, DEVICES, OBJECTIVE, rules=rules))
+
+
+def _ended(world: World) -> Result:
+    world.run(900.0)
+    return world.result(60.0)
+
+
+# ── a load that rises and falls ───────────────────────────────────────────────────────────────────────────────────────
+
+LOWS = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)  # steps, of bands six times as high as low
+SCALED_S, PERIOD_S = 2400.0, 800.0
+
+
+def _scale(run: Run) -> Result:
+    rng = np.random.default_rng(run.seed)
+    even = np.cumsum(rng.exponential(1 / 10.0, 40_000))
+    kept = rng.random(len(even)) < 0.5 - 0.35 * np.cos(2 * np.pi * even / PERIOD_S)
+    workload = _one_model(even[kept & (even < SCALED_S)], rng)
+    band = Band(2, 24, run.point, 6 * run.point)
+    rules = msgspec.structs.replace(MOVING if run.variant == "moving" else ONE_BY_ONE, band=band)
+    return _ended(World(workload, A10, Resident, Freest(), 4, OBJECTIVE, rules=rules))
+
+
+# ── many models ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+PER_GPU = 2800 / 256
+FLEETS: dict[str, Callable[[int], Changes]] = {
+    "placed": lambda gpus: Changes(),
+    "moving": lambda gpus: Changes(migrate=True),
+    "scaling": lambda gpus: Changes(scale=(gpus // 8, gpus)),
+    "scaling, moving": lambda gpus: Changes(migrate=True, scale=(gpus // 8, gpus)),
+    "in turns": lambda gpus: Changes(dispatch="in-turns"),
+}
+
+
+@cache
+def _clients() -> Callable[[int, int], Workload]:
+    from runtime.sim.trace import read_lengths, read_windows
+
+    windows = read_windows(TRACES / "servegen_clients_windows.parquet")
+    lengths = read_lengths(TRACES / "servegen_clients_lengths.csv.zst")
+    return lambda models, seed: servegen(windows, lengths, models, seed, duration_s=300.0)
+
+
+def _fleet(run: Run) -> Result:
+    gpus = int(run.point)
+    h100 = load_profile((ROOT / "deploy" / "profiles" / "h100.json").read_bytes(), "h100.json")
+    workload = _clients()(round(gpus * PER_GPU), run.seed)
+    return simulate(workload, h100, "slack", gpus, OBJECTIVE, changes=FLEETS[run.variant](gpus))
+
+
+VARIANTS: dict[str, Sequence[str]] = {
+    "moves": ("in turns", "freest", "moving"),
+    "scale": ("freest", "moving"),
+    "fleet": tuple(FLEETS),
+}
+
+# ── what is printed ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def show_moves(results: Mapping[Run, Result], points: Sequence[float], seeds: Sequence[int]) -> None:
+    for rate in points:
+        for variant in VARIANTS["moves"]:
+            _line(f"moves, {rate:g}/s", variant, [results[Run("moves", variant, rate, seed)] for seed in seeds])
+        for other in ("freest", "in turns"):
+            ratios = [
+                results[Run("moves", other, rate, seed)].ttft_p99_s
+                / results[Run("moves", "moving", rate, seed)].ttft_p99_s
+                for seed in seeds
+            ]
+            print(f"  P99 of the first token, {other} over moving: {_range(ratios)}")
+
+
+def show_scale(results: Mapping[Run, Result], points: Sequence[float], seeds: Sequence[int]) -> None:
+    for low in points:
+        for variant in VARIANTS["scale"]:
+            _line(f"scale, from {low:g}", variant, [results[Run("scale", variant, low, seed)] for seed in seeds])
+    for p99_s in (5.0, 10.0, 20.0, 40.0):
+        hours = [
+            [_hours([results[Run("scale", variant, low, seed)] for low in points], p99_s) for seed in seeds]
+            for variant in VARIANTS["scale"]
+        ]
+        saved = [1 - moving / freest for freest, moving in zip(*hours, strict=True)]
+        if np.isfinite(saved).all():
+            print(f"  GPU-hours saved by moving at a P99 of at most {p99_s:g} s: {_range(saved)}")
+        else:
+            print(f"  a P99 of at most {p99_s:g} s is not kept by both with any of these bands")
+
+
+def _hours(results: Sequence[Result], p99_s: float) -> float:
+    """The fewest with which the first token keeps that."""
+    return min((result.gpu_hours for result in results if result.ttft_p99_s <= p99_s), default=float("nan"))
+
+
+def show_fleet(results: Mapping[Run, Result], points: Sequence[float], seeds: Sequence[int]) -> None:
+    for gpus in points:
+        for variant in VARIANTS["fleet"]:
+            _line(f"fleet, {gpus:g} GPUs", variant, [results[Run("fleet", variant, gpus, seed)] for seed in seeds])
+
+
+def _line(name: str, variant: str, results: Sequence[Result]) -> None:
+    columns = {
+        "TTFT p50": [result.ttft_p50_s for result in results],
+        "p99": [result.ttft_p99_s for result in results],
+        "tokens": [result.token_attainment for result in results],
+        "first": [result.first_token_attainment for result in results],
+        "GPU-h": [result.gpu_hours for result in results],
+        "moves": [float(result.moves) for result in results],
+    }
+    print(f"{name}, {variant}: " + ", ".join(f"{column} {_range(values)}" for column, values in columns.items()))
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{median(values):.3g} [{min(values):.3g}, {max(values):.3g}]"
+
+
+def show_decisions() -> None:
+    """Of 256 devices with 2,800 models; between two ticks all report, and 50 requests come."""
+    h100 = load_profile((ROOT / "deploy" / "profiles" / "h100.json").read_bytes(), "h100.json")
+    costs = {ModelKey(f"m{index}"): h100.costs(ModelSize("m", 16 * 10**9, 131_072, 8e9)) for index in range(2800)}
+    for whole, dispatch in ((True, LeastLoaded()), (False, Freest())):
+        cluster = Cluster(256, costs, Rules(migrate=True, whole=whole, band=Band(32, 512)))
+        ticks, choices = _decided(cluster, dispatch, [*costs])
+        print(f"decisions, {type(dispatch).__name__}: tick {_tail(ticks)}, dispatch {_tail(choices)}")
+
+
+def _decided(cluster: Cluster, dispatch: Dispatch, models: Sequence[ModelKey]) -> tuple[list[float], list[float]]:
+    """One in ten devices has too much to do."""
+    rng, ticks, choices = np.random.default_rng(1), [], []
+    for second in range(200):
+        now = float(second)
+        for device in cluster.devices:
+            cluster.hear(_drawn_load(rng, device.number, now, models))
+        ticks.append(_timed_ms(partial(cluster.tick, now)))
+        for stream in range(50):
+            model = models[int(rng.integers(len(models)))]
+            request = Request(request_id("g", stream), "g", stream, model, b"", now, 200)
+            choices.append(_timed_ms(partial(dispatch.arrived, request, cluster, now)))
+    return ticks, choices
+
+
+def _drawn_load(rng: np.random.Generator, number: int, at: float, models: Sequence[ModelKey]) -> Load:
+    each = 0.3 if rng.random() < 0.1 else 0.12
+    shares = {models[int(index)]: each for index in rng.integers(len(models), size=5)}
+    running = int(rng.integers(1, 30))
+    used = rng.random() * 5.5e10
+    return Load(number, at, 5e10, used, running * 131_072.0, running, 0, sum(shares.values()), shares)
+
+
+def _timed_ms(act: Callable[[], object]) -> float:
+    began = time.thread_time()
+    act()
+    return (time.thread_time() - began) * 1e3
+
+
+def _tail(times_ms: Sequence[float]) -> str:
+    return f"p50 {np.quantile(times_ms, 0.5):.3f} ms, p99 {np.quantile(times_ms, 0.99):.3f} ms"
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the other processes end with this one
+    main()

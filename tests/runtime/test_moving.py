@@ -1,0 +1,580 @@
+"""Requests that move while they run, between two engines of one model over two pools and one host cache: they say what
+they say alone, nothing is computed twice, and nothing stays behind, wherever a move is broken off."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.demo.random_weights import write_random
+from runtime.engine.base import BadRequest, Departure, EngineError, Output
+from runtime.engine.vllm import VllmEngine
+from runtime.memory.native import Operation
+from runtime.request import RequestId
+from tests.runtime.engines import asleep, awake, drive, payload, spec, tokens, until
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM, torch and transformers, not ours
+POOL_BYTES, HOST_BYTES = 18 << 20, 128 << 20
+BLOCK = 128  # tokens, vLLM's choice for a CPU
+SHAPES: dict[str, dict[str, Any]] = {  # eight blocks of KV cache to a page; some across two
+    "llama": dict(architecture="llama", layers=4, heads=4, kv_heads=2),
+    "qwen3": dict(architecture="qwen3", layers=3, heads=4, kv_heads=4),
+}
+LONG = [random.Random(1).randrange(3, 500) for _ in range(3 * BLOCK)]
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": dict(prompt=[44, 301, 17], temperature=0, max_tokens=40),
+    "three blocks": dict(prompt=LONG[: 2 * BLOCK - 9], temperature=1, seed=2, max_tokens=40),  # after nine tokens
+    "the same prefix": dict(prompt=[*LONG[:BLOCK], 7], temperature=1, seed=4, max_tokens=30),
+    "seeded": dict(prompt=LONG[7 : BLOCK - 5], temperature=0.9, top_p=0.95, top_k=60, seed=7, max_tokens=50),
+    "penalised": dict(prompt=[12, 13], temperature=0.7, seed=3, repetition_penalty=1.3, min_tokens=20, max_tokens=40),
+    "logprobs": dict(prompt=LONG[:30], temperature=1, seed=9, logprobs=2, max_tokens=30),
+    "regex": dict(prompt=LONG[50:80], temperature=1, seed=5, regex="([a-m]|[n-z]{2}){9}[0-9]{9}", max_tokens=60),
+}
+GONE = RequestId("gone")
+
+
+def request(kind: str, salt: str = "") -> bytes:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    sampling = dict(ASKED[kind])
+    if regex := sampling.pop("regex", None):
+        structured = StructuredOutputsParams(regex=regex)
+        structured._backend = "xgrammar"  # as vLLM's front half decides
+        sampling |= dict(structured_outputs=structured, stop_token_ids=[1])
+    return payload(sampling.pop("prompt"), salt, **sampling, ignore_eos=True)
+
+
+class World:
+    """Two engines of each model, as two runtimes of one host have them, and what each question is answered with."""
+
+    def __init__(self, folder: Path) -> None:
+        from runtime.engine.builder import Builder
+
+        self.builds = [Builder(POOL_BYTES, HOST_BYTES)]
+        self.builds.append(Builder(POOL_BYTES, HOST_BYTES, self.builds[0].images.fd))
+        paths = {name: write_random(folder / name, **shape) for name, shape in SHAPES.items()}
+        self.pairs = {name: [build(spec(path)) for build in self.builds] for name, path in paths.items()}
+        self.first_steps: dict[RequestId, int] = {}  # tokens that were computed in the first step after a move
+        self.adopted: set[RequestId] = set()
+        self.answers: dict[tuple[str, str], list[Output]] = {}
+        for name, pair in self.pairs.items():
+            awake(pair[0])
+            for kind in ASKED:
+                pair[0].add(RequestId("alone"), request(kind, "alone"))
+                self.answers[name, kind] = drive({"": pair[0]}, random.Random(0))[RequestId("alone")]
+                assert len(set(tokens(self.answers[name, kind]))) > 8, f"{name}/{kind} repeats itself"
+            for engine in pair:
+                asleep(engine)
+                self._watch(engine)
+
+    def _watch(self, engine: VllmEngine) -> None:
+        schedule = engine._scheduler.schedule
+
+        def watched(*args: Any) -> Any:
+            scheduled = schedule(*args)
+            for id in self.adopted & scheduled.num_scheduled_tokens.keys():
+                self.first_steps[RequestId(id)] = scheduled.num_scheduled_tokens[id]
+                self.adopted.discard(RequestId(id))
+            return scheduled
+
+        engine._scheduler.schedule = watched  # type: ignore[method-assign]
+
+    def check_nothing_is_left(self) -> None:
+        for name, pair in self.pairs.items():
+            for engine in pair:
+                engine.step()  # so that the runner hears what ended
+                scheduler = engine._scheduler
+                assert not engine.busy() and not scheduler.requests, name
+                assert scheduler.blocks.used_blocks == 0, name
+                assert scheduler._slabs.taken == 0, name
+                assert scheduler.recomputed == 0, name
+                assert not engine._worker.model_runner.requests and not scheduler._behind, name
+
+    def close(self) -> None:
+        for pair in self.pairs.values():
+            for engine in pair:
+                engine.close()
+        for build in reversed(self.builds):
+            assert build.pages_used() == 0
+            build.close()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("models"))
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def pair(world: World) -> Iterator[tuple[VllmEngine, VllmEngine]]:
+    """Both engines of one model, awake; whatever a test does, nothing is left."""
+    source, target = world.pairs["llama"]
+    yield awake(source), awake(target)
+    world.check_nothing_is_left()
+    for engine in (source, target):
+        asleep(engine)
+
+
+class Move:
+    """One request's, as a platform makes it, one call at a time."""
+
+    def __init__(self, world: World, id: RequestId, asked: bytes, source: VllmEngine, target: VllmEngine) -> None:
+        self.world, self.id, self.asked, self.source, self.target = world, id, asked, source, target
+        self.received, self.staged = 0, list[int]()
+        self.stages = 2
+        self._next = self._expect
+
+    ended = moved = False
+
+    def advance(self) -> None:
+        try:
+            self._next()
+        except EngineError:
+            self.give_up()
+
+    def give_up(self) -> None:
+        self.target.abort([self.id])
+        self.source.stay(self.id)
+        self.ended = True
+
+    def _expect(self) -> None:
+        if self.target.expect(self.id, self.asked, BLOCK):
+            self._next = self._stage
+        else:
+            self.give_up()
+
+    def _stage(self) -> None:
+        if (staged := self.source.stage(self.id, self.received)) is None:
+            return self.give_up()
+        self.staged = staged
+        self._next = self._hand_over
+
+    def _hand_over(self) -> None:
+        if not self.source.staged(self.id):
+            return
+        if not self.target.receive(self.id, self.received, self.staged):
+            return self.give_up()
+        self.received += len(self.staged)
+        self.stages -= 1
+        self._next = self._stage if self.stages else self._leave
+
+    def _leave(self) -> None:
+        self.source.leave(self.id)
+        self._next = self._depart
+
+    def _depart(self) -> None:
+        if not self.source.staged(self.id):
+            return
+        self.departure = self.source.departure(self.id)
+        if not self.target.receive(self.id, self.received, self.departure.host[self.received :]):
+            return self.give_up()
+        self._next = self._adopt
+
+    def _adopt(self) -> None:
+        self.target.adopt(self.id, self.departure)
+        self.world.adopted.add(self.id)
+        self.moved = True
+        self._next = self._part
+
+    def _part(self) -> None:
+        if self.target.received(self.id):
+            self.source.abort([self.id])
+            self.ended = True
+
+
+def finish_move(move: Move) -> None:
+    while not move.ended:
+        move.advance()
+
+
+def begin(world: World, engine: VllmEngine, kind: str, steps: int = 4) -> tuple[RequestId, list[Output]]:
+    """A request that runs, and what it said so far."""
+    id = RequestId(kind)
+    engine.add(id, request(kind))
+    said: list[Output] = []
+    while len(said) < steps:
+        said += engine.step()
+    return id, said
+
+
+class Run:
+    """One random history of one model's two engines."""
+
+    def __init__(self, world: World, name: str, rng: random.Random) -> None:
+        self.world, self.name, self.rng = world, name, rng
+        self.pair = world.pairs[name]
+        self.open: dict[RequestId, tuple[str, int]] = {}  # what it asks, and which engine has it
+        self.said: dict[RequestId, list[Output]] = {}
+        self.moves: dict[RequestId, Move] = {}
+        self.count = self.moved = 0
+
+    def arrive(self) -> None:
+        if len(self.open) < 7:
+            self.count += 1
+            id, kind, side = RequestId(f"{self.name}/{self.count}"), self.rng.choice(list(ASKED)), self.rng.randrange(2)
+            self.pair[side].add(id, request(kind))
+            self.open[id], self.said[id] = (kind, side), []
+
+    def abort(self) -> None:
+        if self.open:
+            id = self.rng.choice(list(self.open))
+            for engine in self.pair:
+                engine.abort([id])
+            del self.open[id]
+            self.moves.pop(id, None)
+            self.world.adopted.discard(id)
+
+    def step(self) -> None:
+        side = self.rng.randrange(2)
+        engine = self.pair[side]
+        if not engine.busy():
+            return
+        held = engine.held()
+        if held.kv_wanted > held.kv and self.rng.random() < 0.5:
+            engine.grow(held.kv_wanted - held.kv)
+        for output in engine.step():
+            kind, owner = self.open[output.request]
+            assert owner == side, "the source still speaks for a request that has moved"
+            self.said[output.request].append(output)
+            if output.finish is not None:
+                self._ended(output.request, kind)
+
+    def _ended(self, id: RequestId, kind: str) -> None:
+        said, alone = self.said[id], self.world.answers[self.name, kind]
+        assert tokens(said) == tokens(alone), (self.name, kind)
+        assert (said[-1].finish, said[-1].stop_reason) == (alone[-1].finish, alone[-1].stop_reason)
+        assert [bool(output.logprobs) for output in said] == [bool(output.logprobs) for output in alone]
+        del self.open[id]
+        if (move := self.moves.pop(id, None)) is not None:
+            move.source.abort([id])
+            move.target.abort([id])
+
+    def begin_move(self) -> None:
+        if still := [id for id in self.open if id not in self.moves]:
+            id = self.rng.choice(still)
+            kind, side = self.open[id]
+            self.moves[id] = Move(self.world, id, request(kind), self.pair[side], self.pair[1 - side])
+            self.moves[id].stages = self.rng.randint(1, 3)
+
+    def advance_move(self) -> None:
+        if self.moves:
+            id = self.rng.choice(list(self.moves))
+            move = self.moves[id]
+            move.advance()
+            if move.moved and self.pair[self.open[id][1]] is move.source:
+                self.open[id] = self.open[id][0], 1 - self.open[id][1]
+                self.moved += 1
+            if move.ended:
+                del self.moves[id]
+
+    def give_up_move(self) -> None:
+        if pending := [id for id, move in self.moves.items() if not move.moved]:
+            self.moves.pop(self.rng.choice(pending)).give_up()
+
+    def park(self) -> None:
+        engine = self.rng.choice(self.pair)
+        engine.park()
+        for _ in range(self.rng.randrange(3)):  # moves go on meanwhile
+            self.advance_move()
+        until(engine.parked)
+        for _ in range(self.rng.randrange(3)):
+            self.advance_move()
+        awake(engine, self.rng.randint(1, 4))
+
+    def fail_something(self) -> None:
+        self.rng.choice(self.world.builds).device.inject(Operation.COPY, self.rng.randint(1, 4))
+
+    def check(self) -> None:
+        for engine in self.pair:
+            scheduler = engine._scheduler
+            out = [going for going in scheduler._outgoing.values() if going.left is not None]
+            assert len(scheduler.requests) == scheduler.unfinished + len(out) + len(scheduler._incoming)
+            wanted = engine.held().kv_wanted * engine.kv.page_bytes
+            assert wanted >= (1 + scheduler.blocks.used_blocks) * engine.kv.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "moves"),
+    [("llama", 0, 60), ("qwen3", 1, 60), ("llama", 2, 60), ("qwen3", 3, 60)],
+)
+def test_requests_that_move_say_what_they_say_alone(world: World, name: str, seed: int, moves: int) -> None:
+    run = Run(world, name, random.Random(seed))
+    for engine in run.pair:
+        awake(engine, 3)
+    world.first_steps.clear()
+    weighted = {
+        run.arrive: 5,
+        run.step: 14,
+        run.begin_move: 6,
+        run.advance_move: 40,
+        run.abort: 0.5,
+        run.give_up_move: 0.7,
+        run.park: 0.7,
+        run.fail_something: 1,
+    }
+    while run.moved < moves:
+        (action,) = run.rng.choices(list(weighted), weights=list(weighted.values()))
+        action()
+        run.check()
+    for build in world.builds:
+        build.device.inject(Operation.COPY, 0)
+    while run.open or run.moves:
+        run.advance_move()
+        run.step()
+    assert set(world.first_steps.values()) == {1} and len(world.first_steps) > moves // 3
+    world.check_nothing_is_left()
+    for engine in run.pair:
+        asleep(engine)
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_request_may_move_there_and_back(world: World, pair: tuple[VllmEngine, VllmEngine], kind: str) -> None:
+    here, there = pair
+    id, said = begin(world, here, kind)
+    while not said[-1].finish:
+        finish_move(Move(world, id, request(kind), here, there))
+        here, there = there, here
+        if not there.busy():
+            assert there.step() == []
+        said += here.step()
+    assert tokens(said) == tokens(world.answers["llama", kind])
+    if kind == "logprobs":
+        assert [output.logprobs for output in said] == [o.logprobs for o in world.answers["llama", kind]]
+
+
+def test_what_moves_or_is_expected_is_no_work_and_what_has_blocks_wants_them(
+    world: World, pair: tuple[VllmEngine, VllmEngine]
+) -> None:
+    source, target = pair
+    id, _ = begin(world, source, "three blocks")
+    assert target.expect(id, request("three blocks"), 7 * BLOCK + 1)
+    assert not target.busy() and target.held().kv_wanted == 2, "eight blocks and the null block: two pages"
+    assert target.step() == []
+    source.leave(id)
+    assert not source.busy() and source.step() == []
+    target.abort([id])
+    source.abort([id])
+
+
+@pytest.mark.parametrize("calls", range(9))
+def test_a_move_that_is_broken_off_anywhere_leaves_the_request_where_it_was(
+    world: World, pair: tuple[VllmEngine, VllmEngine], calls: int
+) -> None:
+    source, target = pair
+    id, said = begin(world, source, "three blocks", steps=12)
+    move = Move(world, id, request("three blocks"), source, target)
+    for _ in range(calls):
+        move.advance()
+        until(lambda: source.staged(id))
+        if not source._scheduler._outgoing.get(id) or source.busy():
+            said += source.step()
+    assert not move.moved
+    move.give_up()
+    assert not target.busy() and target._scheduler.blocks.used_blocks == 0
+    said += drive({"": source}, random.Random(0))[id]
+    assert tokens(said) == tokens(world.answers["llama", "three blocks"])
+
+
+@pytest.mark.parametrize("calls", range(12))
+@pytest.mark.parametrize("engine_first", [0, 1])
+def test_an_abort_at_any_moment_frees_all_on_either_side(
+    world: World, pair: tuple[VllmEngine, VllmEngine], calls: int, engine_first: int
+) -> None:
+    source, _ = pair
+    id, _ = begin(world, source, "three blocks", steps=12)
+    move = Move(world, id, request("three blocks"), *pair)
+    for _ in range(calls):
+        move.advance()
+    world.adopted.discard(id)
+    for engine in (pair[engine_first], pair[1 - engine_first]):
+        engine.abort([id])
+        assert engine._scheduler.blocks.used_blocks == engine._scheduler._slabs.taken == 0
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_source_that_is_parked_lets_what_has_left_depart_or_stay(
+    world: World, pair: tuple[VllmEngine, VllmEngine], left: bool
+) -> None:
+    source, target = pair
+    for stays in (False, True):
+        id, said = begin(world, source, "seeded", steps=14)
+        assert target.expect(id, request("seeded"), BLOCK) and source.stage(id, 0) is not None
+        if left:
+            source.leave(id)
+        asleep(source)
+        assert source.held().kv == 0
+        if not left:
+            assert source.stage(id, 0) is None
+            source.leave(id)  # parked, it may leave as well
+        until(lambda: source.staged(id))
+        if stays:
+            source.stay(id)
+            target.abort([id])
+            awake(source)
+            said += drive({"": source}, random.Random(0))[id]
+        else:
+            departure = source.departure(id)
+            assert target.receive(id, 0, departure.host)
+            target.adopt(id, departure)
+            until(lambda: target.received(id))
+            source.abort([id])
+            said += drive({"": target}, random.Random(0))[id]
+            awake(source)
+        assert tokens(said) == tokens(world.answers["llama", "seeded"])
+
+
+def test_a_target_that_is_parked_gives_up_what_it_expects(world: World, pair: tuple[VllmEngine, VllmEngine]) -> None:
+    source, target = pair
+    id, said = begin(world, source, "seeded")
+    assert target.expect(id, request("seeded"), BLOCK)
+    asleep(target)
+    assert target.held().kv == 0 and not target.receive(id, 0, [])
+    assert not target.expect(GONE, request("seeded"), BLOCK), "a parked model has no blocks"
+    awake(target)
+    assert not target.receive(id, 0, []), "not even when it is back"
+    source.leave(id)
+    until(lambda: source.staged(id))
+    with pytest.raises(EngineError, match="seeded is not expected: .* its model was parked"):
+        target.adopt(id, source.departure(id))
+    source.stay(id)
+    said += drive({"": source}, random.Random(0))[id]
+    assert tokens(said) == tokens(world.answers["llama", "seeded"])
+
+
+def test_there_may_be_no_room_at_the_target_at_first_or_for_more(
+    world: World, pair: tuple[VllmEngine, VllmEngine]
+) -> None:
+    source, target = pair
+    id, said = begin(world, source, "three blocks", steps=12)
+    held = target._scheduler.blocks.get_num_free_blocks()
+    assert not target.expect(id, request("three blocks"), held * BLOCK), "a block is kept for the golden question"
+    assert target.expect(GONE, request("greedy"), (held - 3) * BLOCK)
+    assert target.expect(id, request("three blocks"), BLOCK)
+    staged = source.stage(id, 0)
+    assert staged is not None and len(staged) == 2
+    until(lambda: source.staged(id))
+    assert not target.receive(id, 0, staged)
+    target.grow(1)
+    assert target.receive(id, 0, staged), "the expectation stayed"
+    source.leave(id)
+    until(lambda: source.staged(id))
+    departure = source.departure(id)
+    assert departure.host[:2] == staged and len(departure.host) == 3
+    assert target.receive(id, 2, departure.host[2:])
+    target.adopt(id, departure)
+    target.abort([GONE])
+    until(lambda: target.received(id))
+    source.abort([id])
+    said += drive({"": target}, random.Random(0))[id]
+    assert tokens(said) == tokens(world.answers["llama", "three blocks"])
+
+
+def test_a_copy_out_that_fails_for_good_is_said_and_the_request_stays(
+    world: World, pair: tuple[VllmEngine, VllmEngine]
+) -> None:
+    source, _ = pair
+    for parked in (False, True):
+        id, said = begin(world, source, "seeded")
+        failing = [source.kv.reservation.device.inject(Operation.COPY, 1)]
+        source.leave(id)
+        with pytest.raises(EngineError, match="can't be copied out|could not be copied out"):
+            while not source.staged(id) and len(failing) < 10**6:
+                failing.append(source.kv.reservation.device.inject(Operation.COPY, 1))
+        source.kv.reservation.device.inject(Operation.COPY, 0)
+        if parked:
+            asleep(source)
+        source.stay(id)
+        awake(source)
+        said += drive({"": source}, random.Random(0))[id]
+        assert tokens(said) == tokens(world.answers["llama", "seeded"])
+        assert source._scheduler.recomputed == parked, "its blocks were nowhere any more"
+    source._scheduler.recomputed = 0
+
+
+def test_a_copy_in_that_fails_for_good_is_said_or_the_request_computed_again(
+    world: World, pair: tuple[VllmEngine, VllmEngine]
+) -> None:
+    source, target = pair
+    device = target.kv.reservation.device
+    for adopted in (False, True):
+        id, said = begin(world, source, "penalised")
+        assert target.expect(id, request("penalised"), BLOCK)
+        source.leave(id)
+        until(lambda: source.staged(id))
+        departure = source.departure(id)
+        device.inject(Operation.COPY, 1)
+        assert target.receive(id, 0, departure.host)
+        if adopted:
+            target.adopt(id, departure)
+        try:
+            while not target.received(id):
+                device.inject(Operation.COPY, 1)
+            assert adopted
+            source.abort([id])
+            owner = target
+        except EngineError:
+            assert not adopted
+            target.abort([id])
+            source.stay(id)
+            owner = source
+        device.inject(Operation.COPY, 0)
+        said += drive({"": owner}, random.Random(0))[id]
+        assert tokens(said) == tokens(world.answers["llama", "penalised"])
+    assert target._scheduler.recomputed == 1
+    target._scheduler.recomputed = 0
+
+
+def test_what_can_not_be_is_refused_by_name(world: World, pair: tuple[VllmEngine, VllmEngine]) -> None:
+    source, target = pair
+    with pytest.raises(BadRequest):
+        target.expect(GONE, b"\x00 no request", 5)
+    with pytest.raises(EngineError, match="request gone can't leave: it does not run here"):
+        source.leave(GONE)
+    with pytest.raises(EngineError, match="request gone has not left"):
+        source.departure(GONE)
+    with pytest.raises(EngineError, match="request gone is not expected"):
+        target.adopt(GONE, Departure([5], 3, [0], b""))
+    assert source.stage(GONE, 0) is None and source.staged(GONE) and not target.receive(GONE, 0, [0])
+    source.stay(GONE)
+
+    source.add(GONE, request("greedy"))
+    assert source.stage(GONE, 0) is None, "it has made nothing that would be lost"
+    with pytest.raises(EngineError, match="has made no token yet"):
+        source.leave(GONE)
+    with pytest.raises(EngineError, match="request gone is here already"):
+        source.expect(GONE, request("greedy"), 5)
+    source.abort([GONE])
+
+    ends = tokens(world.answers["llama", "greedy"])
+    for kind, departure, wrong in [
+        ("greedy", Departure([5, 6], 3, [0], b""), "request gone needs 1 blocks and 0 were handed over"),
+        ("greedy", Departure([5, 6], 5, [0], b""), "5 of 5 tokens are computed"),
+        ("greedy", Departure([5, 600], 4, [0], b""), "token 600 was made before"),
+        ("greedy", Departure(ends, 20, [0], b""), "the 40 tokens that were made before are all"),
+        ("seeded", Departure([5, 6], 4, [0], b"no state"), "."),
+    ]:
+        assert target.expect(GONE, request(kind), 5)
+        with pytest.raises(EngineError, match=wrong):
+            target.adopt(GONE, departure)
+        assert not target._scheduler.requests and target._scheduler.blocks.used_blocks == 0
+    assert target.expect(GONE, request("greedy"), 5)
+    with pytest.raises(EngineError, match="request gone can't be received"):
+        target.receive(GONE, 0, [1 << 20])
+    target.abort([GONE])
+
+
+def test_what_is_expected_leaves_room_for_the_golden_question(
+    world: World, pair: tuple[VllmEngine, VllmEngine]
+) -> None:
+    _, target = pair
+    tries = iter(range(99))
+    while target.expect(RequestId(str(next(tries))), request("greedy"), BLOCK):
+        pass
+    assert next(tries) > 9
+    assert target.check() is None
+    target.abort([RequestId(str(number)) for number in range(99)])
