@@ -135,6 +135,7 @@ def _gpu(lease: Lease, users: dict[str, dict[str, str]]) -> dict[str, object]:
         "draining": lease.draining,
         "holder": lease.holder or None,
         "switches": lease.switches,
+        "moved": lease.moved,
         "memory_bytes": lease.pages_total * lease.page_bytes,
         "used_bytes": lease.pages_used * lease.page_bytes,
         "models": {

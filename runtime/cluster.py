@@ -271,13 +271,15 @@ class Cluster:
     def _scale(self, loads: list[Load], now: float) -> list[Order]:
         assert self._scaling is not None
         orders: list[Order] = []
+        unheard = 0
         for device in self.devices:
-            if device.there and device.drains and not device.work and device.report and not device.report.requests:
+            report = device.report
+            if device.drains and device.there and not device.work and report is not None and not report.requests:
                 self._gone(device)
                 orders.append(Retire(device.number))
+            unheard += device.died or (report is None and device.serves)
         self._joining = [until for until in self._joining if now < until]
-        serving = [load for load in loads if self.devices[load.device].serves]
-        unheard = sum(device.died or (device.serves and device.report is None) for device in self.devices)
+        serving = [load for load in loads if not self.devices[load.device].drains]
         change = self._scaling.check(serving, len(self._joining) + unheard, now)
         if change.join:
             self._joining += [now + JOIN_S_MOST] * change.join
@@ -328,13 +330,13 @@ class Cluster:
 
     def _weigh_report(self, device: Device) -> None:
         assert device.report is not None
-        load, given = device.report, device.given
-        if given:
-            load = msgspec.structs.replace(
-                load,
-                used_bytes=load.used_bytes + sum([each.used_bytes for each in given]),
-                step_bytes=load.step_bytes + sum([each.step_bytes for each in given]),
-            )
+        load = device.report
+        if device.given:
+            used, step = load.used_bytes, load.step_bytes
+            for given in device.given:
+                used += given.used_bytes
+                step += given.step_bytes
+            load = msgspec.structs.replace(load, used_bytes=used, step_bytes=step)
         device.free = freeness(load)
 
 

@@ -6,6 +6,7 @@ made is handed to the node process through the pipe, which keeps what the kernel
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -54,6 +55,7 @@ from runtime.events import (
     Told,
     Withdrawn,
 )
+from runtime.handover import Handover
 from runtime.instance import Instance
 from runtime.journal import Began as JournalBegan
 from runtime.journal import Journal, Recorded, appended
@@ -65,7 +67,7 @@ from runtime.policy.turns import Turns
 from runtime.request import ModelKey, Objective, Request, RequestId, request_id
 from runtime.stepping import Stepping
 from store import observe
-from store.wire import Delta, EngineSpec, ModelState, Run
+from store.wire import Delta, Departure, EngineSpec, ModelState, Run, replace
 
 log = structlog.get_logger()
 
@@ -103,6 +105,9 @@ class Device:
         self._state: State | None = None  # as last sent
         self._state_at, self._moves = 0.0, 0  # when, and the instance's count then
         self._quit = False
+        self._handover = Handover(
+            self.instance, self._ask, self._hear, pipe.send, self._send_made, partial(_departed, clock)
+        )
 
     def run(self) -> None:
         self._pipe.send(Ready(self._build.version))
@@ -110,6 +115,7 @@ class Device:
             for command in self._pipe.receive():
                 self._command(command)
             self._look_at_transfers()
+            self._handover.look()
             effects = self._machine.decide(self._clock())
             self._report()  # what was made must not wait for the device
             self._carry_out(effects)
@@ -134,6 +140,9 @@ class Device:
                 event = Ordered(ModelKey(model), awake)
             case Quit():
                 self._quit = True
+                return
+            case _:
+                self._handover.command(command)
                 return
         self._hear(event)
 
@@ -160,7 +169,8 @@ class Device:
                 case Close(model):
                     self._hear(self._close(model))
                 case Add(request):
-                    self._ask(request.model, partial(_add, request))
+                    add = self._handover.add if self._handover.adopts(request.id) else _add
+                    self._ask(request.model, partial(add, request))
                 case Abort(model, requests):
                     self._ask(model, partial(_abort, model, requests))
                 case Fetch(model):
@@ -284,13 +294,16 @@ class Device:
     # ── reporting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _report(self) -> None:
-        if self._made:
-            self._pipe.send(Made(self._made))
-            self._made = {}
+        self._send_made()
         since_s = self._clock() - self._state_at
         moved = self.instance.moves != self._moves
         if since_s >= STATE_PERIOD_S or (moved and since_s >= STATE_PAUSE_S):
             self._send_state()
+
+    def _send_made(self) -> None:
+        if self._made:
+            self._pipe.send(Made(self._made))
+            self._made = {}
 
     def _send_state(self) -> None:
         self._state_at, self._moves = self._clock(), self.instance.moves
@@ -318,6 +331,9 @@ class Device:
             model = next(iter(self._transfers))  # looking again and again would take time from the copies
             self._ask(model, partial(_wait, TRANSFER_WAIT_S))
             return
+        if self._handover.copying:
+            self._pipe.wait(TRANSFER_WAIT_S)
+            return
         self.instance.check()
         used, booked = self._build.pages_used(), self.instance.pages.used
         assert used == booked, f"the pool counts {used} pages in use, and the models hold {booked}"
@@ -328,6 +344,13 @@ class Device:
 
 def _unknown(spec: EngineSpec) -> ModelCosts:
     return unknown(model_size(spec))
+
+
+def _departed(clock: Callable[[], float], run: Run, departure: Departure) -> Request:
+    """One that another runtime hands over."""
+    id = request_id(run.gateway, run.stream)
+    request = _request(replace(run, made=departure.made), id, ModelKey(run.model), clock())
+    return dataclasses.replace(request, handed=True)
 
 
 def _request(run: Run, id: RequestId, model: ModelKey, now: float) -> Request:

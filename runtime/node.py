@@ -14,16 +14,18 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import structlog
 import uvloop
 
 from runtime import pipe
 from runtime.config import RuntimeSettings
+from runtime.migrate import Migrations, NotMoved, Stream
 from runtime.ring import Ring
 from runtime.stepping import Stepping
 from store import observe, wire
-from store.bus import Bus, BusError
+from store.bus import LEASE_TTL_S, Bus, BusError
 from store.wire import Delta, Finish, Refusal, Residency
 
 log = structlog.get_logger()
@@ -32,16 +34,9 @@ LEASE_PERIOD_S = 1.0
 HEARTBEAT_PERIOD_S = 0.5
 GATEWAY_SILENCE_S = 2.0  # then its streams are cancelled
 STREAMS_MOST = 4096  # open at once; more are refused as BUSY
+MOVED_AT_ONCE = 8  # streams, when all are to go
 RESTART_PAUSE_S = 0.2
 RING_KEPT_S = 60.0  # after the gateway's last sign
-
-
-@dataclass(slots=True)
-class Stream:
-    """One that is open."""
-
-    model: str
-    at: int  # index of its next token
 
 
 @dataclass(slots=True)
@@ -58,8 +53,8 @@ class Node:
 
     def __init__(self, bus: Bus, settings: RuntimeSettings) -> None:
         self._bus, self._settings = bus, settings
-        self._id = settings.runtime_id
-        self._epoch = time.time_ns() // 1_000_000
+        self.id = settings.runtime_id
+        self.epoch = time.time_ns() // 1_000_000
         self._gateways: dict[str, Gateway] = {}
         self._specs: dict[str, wire.EngineSpec] = {}
         self._state = pipe.State()
@@ -67,6 +62,7 @@ class Node:
         self._process: asyncio.subprocess.Process | None = None  # of the device, the last that was started
         self._engine = ""
         self._draining = False
+        self._term = 0  # of the scheduler that was heard last
         self._lease_due = asyncio.Event()
         self._stepping_fd = Stepping.create()
         self._stepping = Stepping(self._stepping_fd)
@@ -74,15 +70,21 @@ class Node:
         if self._host_cache < 0:
             self._host_cache = os.memfd_create("staccato-host-cache")
             os.ftruncate(self._host_cache, settings.host_cache)
+        self.host_cache_id = _name_of(self._host_cache)
+        self._migrations = Migrations(bus, self)
+        self._peers: dict[str, tuple[wire.Lease, float]] = {}  # other runtimes, and when they said so
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains: refuses new requests, lets the open ones end, and leaves those
         that take too long to other runtimes."""
         await self._bus.subscribe(wire.GATEWAY_ALIVE, self._gateway_alive)
-        await self._bus.subscribe(wire.cancel_subject(self._id), self._cancel)
-        await self._bus.respond(wire.run_subject(self._id), self._run)
-        await self._bus.respond(wire.repair_subject(self._id), self._repair)
-        await self._bus.respond(wire.control_subject(self._id), self._control)
+        await self._bus.subscribe(wire.cancel_subject(self.id), self._cancel)
+        await self._bus.respond(wire.run_subject(self.id), self._run)
+        await self._bus.respond(wire.repair_subject(self.id), self._repair)
+        await self._bus.respond(wire.control_subject(self.id), self._control)
+        await self._migrations.start()
+        await self._bus.respond(wire.migrate_subject(self.id), self._migrate)
+        await self._bus.watch(wire.LEASES, self._peer_changed)
         await self._bus.watch(wire.MODELS, self._spec_changed)
         jobs = (self._keep_device, self._keep_lease, self._keep_heartbeat, self._watch_steps)
         tasks = [asyncio.create_task(job()) for job in jobs]
@@ -93,7 +95,7 @@ class Node:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         with contextlib.suppress(BusError):
-            await self._bus.delete(wire.LEASES, self._id)
+            await self._bus.delete(wire.LEASES, self.id)
         for task in done - {stopped}:
             task.result()
 
@@ -101,8 +103,10 @@ class Node:
         self._draining = True
         self._lease_due.set()
         deadline = time.monotonic() + self._settings.drain_s
+        moving = self._migrations.spawn(self._move_all())
         while self._open_streams() and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
+        moving.cancel()
         await self._lose_all("the runtime is shutting down")
         if self._device:
             self._device.send(pipe.Quit())
@@ -114,37 +118,38 @@ class Node:
 
     async def _run(self, data: bytes) -> wire.Reply:
         run = wire.decode(wire.Run, data)
-        if refusal := self._refusal(run):
+        if refusal := self.refusal(run):
             return refusal
         assert self._device is not None
         gateway = self._gateways.setdefault(run.gateway, Gateway(time.monotonic()))
         gateway.heard_at = time.monotonic()
-        gateway.streams[run.stream] = Stream(run.model, len(run.made))
+        gateway.streams[run.stream] = Stream(run, time.monotonic(), len(run.made))
         self._device.send(pipe.Start(run))
-        return wire.Reply(epoch=self._epoch, seq=gateway.ring.last)
+        return wire.Reply(epoch=self.epoch, seq=gateway.ring.last)
 
-    def _refusal(self, run: wire.Run) -> wire.Reply | None:
+    def refusal(self, run: wire.Run) -> wire.Reply | None:
         state = self._state.models.get(run.model)
         if self._draining:
-            return wire.Reply(refusal=Refusal.DRAINING, reason=f"runtime {self._id} is draining")
+            return wire.Reply(refusal=Refusal.DRAINING, reason=f"runtime {self.id} is draining")
         if self._device is None:
-            return wire.Reply(refusal=Refusal.BUSY, reason=f"runtime {self._id} is starting its device process")
+            return wire.Reply(refusal=Refusal.BUSY, reason=f"runtime {self.id} is starting its device process")
         if run.engine != self._engine:
-            reason = f"runtime {self._id} runs {self._engine}, the request was written by {run.engine}"
+            reason = f"runtime {self.id} runs {self._engine}, the request was written by {run.engine}"
             return wire.Reply(refusal=Refusal.ENGINE_VERSION, reason=reason)
         if run.model not in self._specs:
-            reason = f"runtime {self._id} was not given model {run.model}"
+            reason = f"runtime {self.id} was not given model {run.model}"
             return wire.Reply(refusal=Refusal.UNKNOWN_MODEL, reason=reason)
         if state and state.residency is Residency.FAILED:
             return wire.Reply(refusal=Refusal.MODEL_FAILED, reason=state.error)
         if self._open_streams() >= STREAMS_MOST:
-            reason = f"runtime {self._id} has {STREAMS_MOST} open streams, its most"
+            reason = f"runtime {self.id} has {STREAMS_MOST} open streams, its most"
             return wire.Reply(refusal=Refusal.BUSY, reason=reason)
         return None
 
     async def _cancel(self, data: bytes) -> None:
         cancel = wire.decode(wire.Cancel, data)
         self._forget(cancel.gateway, cancel.streams)
+        await self._migrations.forward(cancel)
 
     def _forget(self, gateway_id: str, streams: list[int]) -> None:
         gateway = self._gateways.get(gateway_id)
@@ -155,7 +160,7 @@ class Node:
     async def _repair(self, data: bytes) -> wire.Message:
         repair = wire.decode(wire.Repair, data)
         gateway = self._gateways.get(repair.gateway)
-        if gateway is None or repair.epoch != self._epoch:
+        if gateway is None or repair.epoch != self.epoch:
             return wire.Repaired(frames=[], complete=False)
         frames, complete = gateway.ring.since(repair.first, repair.last)
         log.info("node.repair", gateway=repair.gateway, first=repair.first, last=repair.last, complete=complete)
@@ -164,11 +169,11 @@ class Node:
     async def _control(self, data: bytes) -> wire.Reply:
         control = wire.decode(wire.Control, data)
         if control.model not in self._specs:
-            return wire.Reply(refusal=Refusal.UNKNOWN_MODEL, reason=f"runtime {self._id} has no model {control.model}")
+            return wire.Reply(refusal=Refusal.UNKNOWN_MODEL, reason=f"runtime {self.id} has no model {control.model}")
         if control.op not in ("sleep", "wake"):
             return wire.Reply(refusal=Refusal.BAD_MESSAGE, reason=f"no operation {control.op!r}: sleep or wake")
         if self._device is None:
-            return wire.Reply(refusal=Refusal.BUSY, reason=f"runtime {self._id} is starting its device process")
+            return wire.Reply(refusal=Refusal.BUSY, reason=f"runtime {self.id} is starting its device process")
         self._device.send(pipe.Order(control.model, control.op == "wake"))
         return wire.Reply()
 
@@ -187,6 +192,82 @@ class Node:
             if self._device:
                 self._device.send(pipe.Place(spec))
 
+    # ── streams that move ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def device(self) -> pipe.NodeEnd | None:
+        return self._device
+
+    def stream(self, gateway: str, number: int) -> Stream | None:
+        known = self._gateways.get(gateway)
+        return known.streams.get(number) if known else None
+
+    def take_over(self, run: wire.Run, at: int) -> int:
+        gateway = self._gateways.setdefault(run.gateway, Gateway(time.monotonic()))
+        gateway.heard_at = time.monotonic()
+        gateway.streams[run.stream] = Stream(run, time.monotonic(), at)
+        return gateway.ring.last
+
+    def give_back(self, run: wire.Run) -> None:
+        self._forget(run.gateway, [run.stream])
+
+    async def hand_over(self, gateway: str, number: int, moved: wire.Moved) -> None:
+        at = self._gateways[gateway].streams[number].at
+        await self._publish(gateway, [Delta(number, [], at, moved=moved)])
+        del self._gateways[gateway].streams[number]
+
+    async def _migrate(self, data: bytes) -> wire.Reply:
+        migrate = wire.decode(wire.Migrate, data)
+        if migrate.term < self._term:
+            reason = f"the scheduler of term {migrate.term} was replaced by that of term {self._term}"
+            return wire.Reply(refusal=Refusal.BUSY, reason=reason)
+        self._term = migrate.term
+        for gateway, number in self._movable(migrate.model)[: migrate.count]:
+            self._migrations.spawn(self._move(gateway, number, migrate.target))
+        return wire.Reply()
+
+    def _movable(self, model: str = "") -> list[tuple[str, int]]:
+        """Those that wait least for others first, the shortest of them first."""
+        found = [
+            (stream.run.patience_s, stream.run.prompt_tokens + stream.at, id, number)
+            for id, gateway in self._gateways.items()
+            for number, stream in gateway.streams.items()
+            if not stream.moving and model in ("", stream.run.model)
+        ]
+        return [(gateway, number) for _, _, gateway, number in sorted(found)]
+
+    async def _move(self, gateway: str, number: int, target: str) -> None:
+        with contextlib.suppress(NotMoved):
+            await self._migrations.move(gateway, number, target)
+
+    async def _move_all(self) -> None:
+        """To whoever can take them, until none is left; those that can't move just now are tried again."""
+        while True:
+            movable = self._movable()[:MOVED_AT_ONCE]
+            await asyncio.gather(*(self._move_off(*named) for named in movable), asyncio.sleep(0.05))
+
+    async def _move_off(self, gateway: str, number: int) -> None:
+        stream = self.stream(gateway, number)
+        if stream is not None and (target := self._peer(stream.run.model)):
+            await self._move(gateway, number, target)
+
+    def _peer(self, model: str) -> str | None:
+        """The runtime that shares our host cache, has the model and the fewest requests."""
+        fresh_at = time.monotonic() - LEASE_TTL_S
+        peers = [
+            (lease.models[model].residency is not Residency.RESIDENT, _requests(lease), id)
+            for id, (lease, at) in self._peers.items()
+            if id != self.id and at > fresh_at and not lease.draining
+            if lease.host_cache == self.host_cache_id and lease.engine == self._engine
+            if model in lease.models and lease.models[model].residency is not Residency.FAILED
+        ]
+        return min(peers)[2] if peers else None
+
+    def _peer_changed(self, id: str, value: bytes | None) -> None:
+        if value is None:
+            self._peers.pop(id, None)
+        else:
+            self._peers[id] = (wire.decode(wire.Lease, value), time.monotonic())
+
     # ── the device process ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _keep_device(self) -> None:
@@ -195,6 +276,7 @@ class Node:
             self._device, self._state = None, pipe.State()
             stepped = self._stepping.under_way()
             self._stepping.end()
+            self._migrations.device_lost()
             await self._lose_all("the runtime lost its device process", stepped and stepped[0])
             if not self._draining:
                 log.error("node.device_lost", restart_in_s=RESTART_PAUSE_S)
@@ -226,7 +308,7 @@ class Node:
             host_bytes=int(settings.host_cache),
             host_fd=self._host_cache,
             stepping_fd=self._stepping_fd,
-            journal=str(settings.journal / f"{self._id}.journal") if settings.journal else "",
+            journal=str(settings.journal / f"{self.id}.journal") if settings.journal else "",
             profile=str(settings.profile or ""),
         )
         return await asyncio.create_subprocess_exec(
@@ -247,7 +329,11 @@ class Node:
                     await self._publish(gateway_id, made)
             case pipe.State():
                 self._state = message
-        if not isinstance(message, pipe.Made):
+            case pipe.LandedHere(move):
+                await self._migrations.landed_here(move)
+            case _:
+                self._migrations.heard(message)
+        if isinstance(message, pipe.State | pipe.Ready):
             self._lease_due.set()
 
     async def _publish(self, gateway_id: str, made: list[Delta]) -> None:
@@ -261,7 +347,7 @@ class Node:
                 gateway.streams[delta.stream].at = delta.at + len(delta.tokens)
             else:
                 del gateway.streams[delta.stream]
-        frame = wire.encode(wire.Frame(runtime=self._id, epoch=self._epoch, seq=gateway.ring.last + 1, deltas=deltas))
+        frame = wire.encode(wire.Frame(runtime=self.id, epoch=self.epoch, seq=gateway.ring.last + 1, deltas=deltas))
         gateway.ring.keep(frame)
         await self._send_frame(gateway_id, frame)
 
@@ -275,7 +361,7 @@ class Node:
         """Other runtimes can go on with them. `stepped`: the model in whose step the device process died."""
         for gateway_id, gateway in self._gateways.items():
             lost = [
-                Delta(number, [], stream.at, Finish.LOST, error=error, suspect=stream.model == stepped)
+                Delta(number, [], stream.at, Finish.LOST, error=error, suspect=stream.run.model == stepped)
                 for number, stream in gateway.streams.items()
             ]
             if lost:
@@ -300,19 +386,21 @@ class Node:
         while True:
             self._lease_due.clear()
             with contextlib.suppress(BusError):  # NATS is away: the lease runs out, gateways know
-                await self._bus.put(wire.LEASES, self._id, self._lease())
+                await self._bus.put(wire.LEASES, self.id, self._lease())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEASE_PERIOD_S):  # wait_for of Python 3.11 may swallow a cancellation
                     await self._lease_due.wait()
 
     def _lease(self) -> wire.Lease:
         return wire.Lease(
-            runtime=self._id,
-            epoch=self._epoch,
+            runtime=self.id,
+            epoch=self.epoch,
             engine=self._engine if self._device else "",
             draining=self._draining,
+            host_cache=self.host_cache_id,
             holder=self._state.holder,
             switches=self._state.switches,
+            moved=self._migrations.moved,
             page_bytes=self._state.page_bytes,
             pages_total=self._state.pages_total,
             pages_used=self._state.pages_used,
@@ -332,10 +420,20 @@ class Node:
                     log.warning("node.gateway_lost", gateway=gateway_id, streams=len(gateway.streams))
                     self._forget(gateway_id, list(gateway.streams))
                 elif gateway.streams:
-                    beat = wire.Frame(runtime=self._id, epoch=self._epoch, seq=gateway.ring.last)
+                    beat = wire.Frame(runtime=self.id, epoch=self.epoch, seq=gateway.ring.last)
                     await self._send_frame(gateway_id, wire.encode(beat))
                 elif now - gateway.heard_at > RING_KEPT_S:
                     gateway.ring.clear()
+
+
+def _requests(lease: wire.Lease) -> int:
+    return sum(state.running + state.waiting for state in lease.models.values())
+
+
+def _name_of(host_cache: int) -> str:
+    """The same for all processes of this host that share it, and for no others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.fstat(host_cache).st_ino}"
 
 
 async def serve(settings: RuntimeSettings) -> None:

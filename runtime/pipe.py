@@ -65,11 +65,69 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     awake: bool
 
 
+# A request moves: `move` names the attempt. See runtime/migrate.py for the order of these, and runtime/handover.py.
+
+
+class MoveOut(msgspec.Struct, frozen=True, tag=True):
+    """Begin to hand over a running request; answered by Staged or NotMoving."""
+
+    move: str
+    gateway: str
+    stream: int
+
+
+class Next(msgspec.Struct, frozen=True, tag=True):
+    """What was staged is read: on with it. Answered by Staged, Left or NotMoving."""
+
+    move: str
+
+
+class Gone(msgspec.Struct, frozen=True, tag=True):
+    """It is the other runtime's, which needs nothing of it any more."""
+
+    move: str
+
+
+class Stay(msgspec.Struct, frozen=True, tag=True):
+    """It goes on here."""
+
+    move: str
+
+
+class Coming(msgspec.Struct, frozen=True, tag=True):
+    """A request may come, with about so many tokens; answered by Answered, like the next two."""
+
+    move: str
+    run: wire.Run
+    tokens: int
+
+
+class Take(msgspec.Struct, frozen=True, tag=True):
+    """These of its blocks, from index `first` on, are in the host cache."""
+
+    move: str
+    first: int
+    host: list[int]
+
+
+class Adopt(msgspec.Struct, frozen=True, tag=True):
+    """It is ours; followed by LandedHere when the host cache is no longer needed for it."""
+
+    move: str
+    departure: wire.Departure
+
+
+class NotComing(msgspec.Struct, frozen=True, tag=True):
+    move: str
+
+
 class Quit(msgspec.Struct, frozen=True, tag=True):
     """End the process after the step that is under way."""
 
 
-ToDevice = Place | Withdraw | Start | Stop | Order | Quit
+ToDevice = (
+    Place | Withdraw | Start | Stop | Order | MoveOut | Next | Gone | Stay | Coming | Take | Adopt | NotComing | Quit
+)
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -96,7 +154,38 @@ class State(msgspec.Struct, frozen=True, tag=True):
     attainment: dict[str, wire.Attained] = {}  # by label
 
 
-ToNode = Ready | Made | State
+class Staged(msgspec.Struct, frozen=True, tag=True):
+    """These of its blocks, from index `first` on, are in the host cache; it goes on meanwhile."""
+
+    move: str
+    first: int
+    host: list[int]
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """It makes no more tokens here; those that it made were sent before this."""
+
+    move: str
+    departure: wire.Departure
+
+
+class NotMoving(msgspec.Struct, frozen=True, tag=True):
+    """It ended, or can't be handed over; if it is still there, it goes on here."""
+
+    move: str
+    reason: str
+
+
+class Answered(msgspec.Struct, frozen=True, tag=True):
+    move: str
+    refusal: str = ""
+
+
+class LandedHere(msgspec.Struct, frozen=True, tag=True):
+    move: str
+
+
+ToNode = Ready | Made | State | Staged | Left | NotMoving | Answered | LandedHere
 
 _encoder = msgspec.msgpack.Encoder()
 _to_device = msgspec.msgpack.Decoder(ToDevice)

@@ -336,6 +336,7 @@ class Lease(Message, frozen=True, kw_only=True, tag=True):
     host_cache: str = ""  # names the one it shares: between runtimes that do, running requests can move
     holder: str = ""  # key of the model whose turn it is; empty when the device is idle
     switches: int = 0
+    moved: int = 0  # running requests that went on at other runtimes
     page_bytes: int = 0
     pages_total: int = 0  # of the device's pool
     pages_used: int = 0

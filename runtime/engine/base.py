@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from runtime.request import RequestId
-from store.wire import EngineSpec, Finish
+from store.wire import Departure, EngineSpec, Finish
 
 
 class EngineError(Exception):
@@ -44,15 +44,6 @@ class Held(msgspec.Struct, frozen=True):
     kv: int = 0  # mapped
     kv_wanted: int = 0  # that the requests it has, parked ones too, need for their next step; `kv` may be more or less
     kv_spare: int = 0  # of `kv`, what holds nothing but prefixes of requests that ended
-
-
-class Departure(msgspec.Struct, frozen=True):
-    """What a request that leaves has, beside its payload."""
-
-    made: list[int]  # the tokens of its output so far
-    computed: int  # tokens, of prompt and output, whose keys and values are in its blocks
-    host: list[int]  # where in the host's cache its blocks are, all of them, in order
-    sampler: bytes  # where the chance of a request with a seed stands; empty where there is nothing to know
 
 
 class Engine(Protocol):

@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
-from runtime.engine.base import BadRequest, Departure, EngineError, Held, Output
+from runtime.engine.base import BadRequest, EngineError, Held, Output
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.worker import Home
 from runtime.memory.images import Image, ImageKey, Images
@@ -33,7 +33,7 @@ from runtime.memory.lent import lend, take_back
 from runtime.memory.native import Backend, PoolError, Ticket
 from runtime.memory.weights import Weights
 from runtime.request import RequestId
-from store.wire import Finish
+from store.wire import Departure, Finish
 
 log = structlog.get_logger()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -75,21 +76,21 @@ def load_of(
 ) -> Load:
     """`usages` in the order in which they wait. `headroom`: bytes that stay free around the requests of a priority, all
     of them together, so that nothing slows them."""
-    head = next((usage for usage in usages if usage.waits), None)
-    runs = [usage for usage in usages if not usage.waits]
-    counted = runs if head is None else [*runs, head]
-    there = {usage.priority for usage in runs}
-    return Load(
-        device,
-        at,
-        kv_bytes,
-        sum(usage.kv_bytes for usage in counted) + sum(headroom.get(each, 0.0) for each in sorted(there)),
-        sum(usage.token_bytes for usage in counted),
-        len(runs),
-        len(usages) - len(runs),
-        sum(shares.values()),
-        shares,
-    )
+    used = step = busy = 0.0
+    running, head, there = 0, True, set()
+    for usage in usages:
+        if not usage.waits:
+            running += 1
+            there.add(usage.priority)
+        if not usage.waits or head:
+            used += usage.kv_bytes
+            step += usage.token_bytes
+        head = head and not usage.waits
+    for each in sorted(there):
+        used += headroom.get(each, 0.0)
+    for share in shares.values():
+        busy += share
+    return Load(device, at, kv_bytes, used, step, running, len(usages) - running, busy, shares)
 
 
 def freeness(load: Load) -> float:
@@ -99,33 +100,44 @@ def freeness(load: Load) -> float:
 
 def _steps(free_bytes: float, step_bytes: float, busy: float) -> float:
     steps = free_bytes / step_bytes if step_bytes > 0 else _NEVER
-    return min(steps, FULL_STEPS * (1 - busy)) if busy > 0 else steps
+    if busy > 0:
+        of_time = FULL_STEPS * (1 - busy)
+        return of_time if of_time < steps else steps
+    return steps
 
 
-def pooled(loads: Sequence[Load], idle: int = 0) -> float:
-    """Of all together, as if they were one device: one that is idle is not infinitely free for the others. `idle`: so
-    many more, each like the mean of them and without work."""
-    free, step, kv, busy = _sums(loads)
-    return _steps(free + idle * kv / max(1, len(loads)), step, busy / max(1, len(loads) + idle))
+class Total(NamedTuple):
+    """Of several devices."""
+
+    devices: int
+    free_bytes: float
+    step_bytes: float
+    kv_bytes: float
+    busy: float
 
 
-def without(loads: Sequence[Load], leaving: Load) -> float:
-    """Of all together, when that device has left and its requests stay."""
-    free, step, _, busy = _sums(loads)
-    if len(loads) == 1:
-        return -_NEVER if leaving.requests else _NEVER
-    return _steps(free - leaving.kv_bytes, step, busy / (len(loads) - 1))
-
-
-def _sums(loads: Sequence[Load]) -> tuple[float, float, float, float]:
-    """Bytes that are free, that a step takes, that there are, and time."""
+def total(loads: Sequence[Load]) -> Total:
     free = step = kv = busy = 0.0
     for load in loads:
         free += load.kv_bytes - load.used_bytes
         step += load.step_bytes
         kv += load.kv_bytes
         busy += load.busy
-    return free, step, kv, busy
+    return Total(len(loads), free, step, kv, busy)
+
+
+def pooled(fleet: Total, idle: int = 0) -> float:
+    """Freeness of all together, as if they were one device: one that is idle is not infinitely free for the others.
+    `idle`: so many more, each like the mean of them and without work."""
+    count = max(1, fleet.devices)
+    return _steps(fleet.free_bytes + idle * fleet.kv_bytes / count, fleet.step_bytes, fleet.busy / (count + idle))
+
+
+def without(fleet: Total, leaving: Load) -> float:
+    """Freeness of all together, when that device has left and its requests stay."""
+    if fleet.devices == 1:
+        return -_NEVER if leaving.requests else _NEVER
+    return _steps(fleet.free_bytes - leaving.kv_bytes, fleet.step_bytes, fleet.busy / (fleet.devices - 1))
 
 
 # ── who to whom ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -138,24 +150,24 @@ def pairs(
 
     A device that drains is the fullest, whatever it says, and no target. No device is both source and target."""
     assert low < high, f"a device with a freeness between {high} and {low} would give and take"
-    sources, targets = [], []
+    sources, targets = [], []  # no two have the same number, so the loads themselves are never compared
     for load in loads:
-        free = -_NEVER if load.device in draining else freeness(load)
-        if free < low and load.requests:
-            sources.append((free, load.device, load))
-        elif free > high:
+        if load.device in draining:
+            if load.requests:
+                sources.append((-_NEVER, load.device, load))
+            continue
+        free = freeness(load)
+        if free > high:
             targets.append((-free, load.device, load))
-    sources.sort(key=_standing)
-    targets.sort(key=_standing)
+        elif free < low and load.requests:
+            sources.append((free, load.device, load))
+    sources.sort()
+    targets.sort()
     return [
         (source.device, target.device)
         for (free, _, source), (_, _, target) in zip(sources, targets, strict=False)
         if helps(source, target, free == -_NEVER, low)
     ]
-
-
-def _standing(place: tuple[float, int, Load]) -> tuple[float, int]:
-    return place[0], place[1]
 
 
 def helps(source: Load, target: Load, drains: bool, low: float = LOW_STEPS) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from runtime.policy.migration import FULL_STEPS, Load, pooled, without
+from runtime.policy.migration import FULL_STEPS, Load, Total, pooled, total, without
 
 
 class Band(msgspec.Struct, frozen=True):
@@ -56,14 +56,15 @@ class Scaling:
             return self._changed(Change(join=band.least - count), now)
         if not loads:
             return NOTHING
+        fleet = total(loads)
         victim = min(loads, key=lambda load: (load.running + load.waiting, -load.device))
-        high = count > band.least and not joining and without(loads, victim) > band.high_steps
-        low = pooled(loads, joining) < band.low_steps
+        high = count > band.least and not joining and without(fleet, victim) > band.high_steps
+        low = pooled(fleet, joining) < band.low_steps
         self._low, self._high = (self._low + 1 if low else 0), (self._high + 1 if high else 0)
         if now < self._quiet_until:
             return NOTHING
         if self._low >= band.low_checks and count < band.most:
-            return self._changed(Change(join=min(self._short(loads, joining), band.most - count)), now)
+            return self._changed(Change(join=min(self._short(fleet, joining), band.most - count)), now)
         if self._high >= band.high_checks:
             return self._changed(Change(leave=(victim.device,)), now)
         return NOTHING
@@ -73,9 +74,9 @@ class Scaling:
         self._quiet_until = now + self._band.cooldown_s
         return change
 
-    def _short(self, loads: Sequence[Load], joining: int) -> int:
+    def _short(self, fleet: Total, joining: int) -> int:
         """Devices, each like the mean of those there, that would bring freeness back to the lower end."""
-        low, each = self._band.low_steps, sum(load.kv_bytes for load in loads) / len(loads)
-        wanted_bytes = sum(load.used_bytes + low * load.step_bytes for load in loads)
-        wanted_time = sum(load.busy for load in loads) / (1 - min(0.9, low / FULL_STEPS))
-        return max(1, math.ceil(max(wanted_bytes / each, wanted_time)) - len(loads) - joining)
+        low, each = self._band.low_steps, fleet.kv_bytes / fleet.devices
+        wanted_bytes = fleet.kv_bytes - fleet.free_bytes + low * fleet.step_bytes
+        wanted_time = fleet.busy / (1 - min(0.9, low / FULL_STEPS))
+        return max(1, math.ceil(max(wanted_bytes / each, wanted_time)) - fleet.devices - joining)

@@ -4,8 +4,8 @@
 devices like its A10; requests go to the freest device, with migration and without, and in turns. `scale`: the same
 model under a load that rises and falls, the fleet between 2 and 24 devices; each line is one band of freeness, so that
 GPU-hours can be compared at equal P99 of the first token. `fleet`: many models asked like ServeGen's clients, 11 on
-each H100, on their devices, moving between them, scaling, and in turns. `decisions`: what one costs with 256 devices, in
-one core's time.
+each H100, on their devices, moving between them, scaling, and in turns. `decisions`: what one costs with 256 devices,
+in one core's time.
 
 Ratios are of the same seed, in the median [least, most]. Every simulation is kept in build/ for as long as the
 simulated code stays the same: what is ended goes on later.

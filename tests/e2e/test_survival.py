@@ -16,6 +16,8 @@ import httpx
 import pytest
 
 from deploy.demo.random_weights import write_random
+from store import wire
+from store.bus import Bus
 from tests.conftest import free_port
 from tests.e2e.conftest import Platform
 
@@ -59,6 +61,11 @@ class Fleet:
         while await asyncio.to_thread(count) < runtimes:
             assert time.monotonic() < deadline, "the runtimes did not come back"
             await asyncio.sleep(0.3)
+
+    async def moved(self) -> int:
+        """Running requests that went from one runtime to another so far."""
+        gpus = await asyncio.to_thread(self.platform.get, "/api/v1/gpus")
+        return sum(gpu["moved"] for gpu in gpus.json()["data"])
 
     async def stream(self, model: str, number: int, **sampling: object) -> list[int]:
         """All tokens of one stream, to its end; fails on an error or a silence."""
@@ -161,6 +168,27 @@ async def test_a_frozen_device_or_runtime_costs_no_stream(fleet: Fleet) -> None:
     await asyncio.sleep(4)
     sleeper.resume()
     assert await streams == undisturbed
+    await fleet.booked(fleet.tokens)
+
+
+async def test_streams_that_move_while_they_run_say_what_they_would_have_said(fleet: Fleet) -> None:
+    await fleet.ready()
+    undisturbed = await fleet.streams(4)
+    moved = await fleet.moved()
+    streams = asyncio.create_task(fleet.streams(4))
+    async with Bus.connect(
+        f"nats://127.0.0.1:{(fleet.platform.data / 'nats.port').read_text().strip()}", "test"
+    ) as bus:
+        chance = random.Random(7)
+        while not streams.done():
+            source, target = chance.sample([f"r{n}" for n in range(1, RUNTIMES + 1)], 2)
+            order = wire.Migrate(target=target, count=chance.randint(1, 3))
+            reply = wire.decode(wire.Reply, await bus.request(wire.migrate_subject(source), order))
+            assert reply.refusal is None, reply.reason
+            await asyncio.sleep(0.1)
+    assert await streams == undisturbed
+    await asyncio.sleep(1.5)  # the next lease
+    assert await fleet.moved() - moved >= 20
     await fleet.booked(fleet.tokens)
 
 

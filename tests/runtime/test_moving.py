@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from deploy.demo.random_weights import write_random
-from runtime.engine.base import BadRequest, Departure, EngineError, Output
+from runtime.engine.base import BadRequest, EngineError, Output
 from runtime.engine.vllm import VllmEngine
 from runtime.memory.native import Operation
 from runtime.request import RequestId
+from store.wire import Departure
 from tests.runtime.engines import asleep, awake, drive, payload, spec, tokens, until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM, torch and transformers, not ours
