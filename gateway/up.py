@@ -1,7 +1,7 @@
 """`staccato up`: the whole platform in one process tree, NATS and the database included, until SIGTERM or Ctrl-C.
 
 Started in this order, stopped in the reverse one, so that nothing loses what it still needs:
-nats → ledger → runtimes → gateway.
+nats → ledger → runtimes → scheduler → gateway.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ LOOPBACK = "127.0.0.1"
 
 # What each role is told. A runtime never learns where the database is, nor the operator's key.
 RUNTIME_SETTINGS = ("nats_url", "device_memory", "host_cache", "policy", "log_level")
+SCHEDULER_SETTINGS = ("nats_url", "log_level")
 LEDGER_SETTINGS = ("nats_url", "database_url", "log_level")
 
 
@@ -233,6 +234,9 @@ def start_roles(tree: Tree, settings: Settings) -> None:
     tree.start(Child("ledger", module_command("store.ledger"), environment(settings, LEDGER_SETTINGS), stop_s=15))
     runtimes = [f"r{number}" for number in range(1, settings.runtimes + 1)]
     tree.start(*_runtimes(settings, runtimes))
+    if settings.runtimes > 1:
+        told = environment(settings, SCHEDULER_SETTINGS)
+        tree.start(Child("scheduler", module_command("runtime.scheduler"), told))
     tree.start(Child("gateway", module_command("gateway.app"), environment(settings, gateway_settings), stop_s=40))
 
 

@@ -1,4 +1,4 @@
-"""Settings of one runtime, from the environment `staccato up` or an operator gives it."""
+"""Settings of a runtime and of the scheduler, from the environment `staccato up` or an operator gives it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ def _threads() -> int:
 def _memory() -> int:
     """Bytes that this machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class SchedulerSettings(BaseSettings):
+    """`STACCATO_NATS_URL`."""
+
+    model_config = SettingsConfigDict(env_prefix="STACCATO_", extra="ignore")
+
+    nats_url: str = "nats://127.0.0.1:4222"
 
 
 class RuntimeSettings(BaseSettings):

@@ -146,7 +146,8 @@ class Handover:
     def _begin(self, move: str, id: RequestId) -> None:
         model = self._instance.requests.owner(id)
         if model is None or id not in model.running:
-            self._send(NotMoving(move, "it does not run here" if model is None else "it has not begun"))
+            waits = model is not None and id in model.waiting
+            self._send(NotMoving(move, "it has not begun" if waits else "it does not run here", waits))
             return
         going = self._going[move] = Going(id, model.key)
         self._ask(model.key, partial(self._stage, move, going))

@@ -77,7 +77,11 @@ class Host(Protocol):
 
 
 class NotMoved(Exception):
-    """The request stays where it was; says why."""
+    """The request stays where it was; says why. `waits`: nothing was done for it yet, there is nothing to move."""
+
+    def __init__(self, reason: str, waits: bool = False) -> None:
+        super().__init__(reason)
+        self.waits = waits
 
 
 @dataclass(slots=True)
@@ -163,8 +167,8 @@ class Migrations:
                 case None:
                     device.send(pipe.Stay(move))
                     raise NotMoved(f"the device said nothing for {ANSWER_S:g} s")
-                case pipe.NotMoving(_, reason):
-                    raise NotMoved(reason)
+                case pipe.NotMoving(_, reason, waits):
+                    raise NotMoved(reason, waits)
                 case pipe.Left(_, departure):
                     return departure
                 case pipe.Staged(_, first, host):

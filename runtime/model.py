@@ -193,6 +193,15 @@ class Model:
         """Pages it lacks for its next step."""
         return self.weights_pages - held.weights + self.kv_needed(held, total) - held.kv
 
+    @property
+    def busy(self) -> float:
+        """Share of the device's time that its requests need to keep their pace, once all of them run."""
+        requests = [*self.running.values(), *self.waiting.values()]
+        if not requests:
+            return 0.0
+        context = self.context + sum([request.context for request in self.waiting.values()])
+        return self.costs.step(len(requests), context) / min([request.objective.tbt_s for request in requests])
+
     def due_at(self) -> float | None:
         """When time alone changes it: it is tried again, or goes to sleep for want of requests; None: never."""
         if self.phase is Phase.FAILED:
@@ -225,5 +234,6 @@ class Model:
             fetches=self.fetches,
             fetch_ms=round(self.fetch_ms, 3),
             step_ms=round(self.costs.step(1, 1) * 1e3, 3) if self.tokens else 0.0,
+            busy=round(self.busy, 4),
             prefill_ms=round(self.costs.prefill(self.spec.max_model_len) * 1e3, 3) if self.tokens else 0.0,
         )

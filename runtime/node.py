@@ -236,8 +236,15 @@ class Node:
         return [(gateway, number) for _, _, gateway, number in sorted(found)]
 
     async def _move(self, gateway: str, number: int, target: str) -> None:
-        with contextlib.suppress(NotMoved):
+        try:
             await self._migrations.move(gateway, number, target)
+        except NotMoved as error:
+            stream = self.stream(gateway, number)
+            if error.waits and stream is not None:  # its gateway finds it another place
+                lost = Delta(number, [], stream.at, Finish.LOST, error=f"runtime {self.id} gives it away")
+                await self._publish(gateway, [lost])
+                if self._device:
+                    self._device.send(pipe.Stop(gateway, [number]))
 
     async def _move_all(self) -> None:
         """To whoever can take them, until none is left; those that can't move just now are tried again."""

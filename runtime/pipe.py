@@ -170,10 +170,11 @@ class Left(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotMoving(msgspec.Struct, frozen=True, tag=True):
-    """It ended, or can't be handed over; if it is still there, it goes on here."""
+    """It ended, or can't be handed over, and goes on here. `waits`: nothing was done for it yet."""
 
     move: str
     reason: str
+    waits: bool = False
 
 
 class Answered(msgspec.Struct, frozen=True, tag=True):

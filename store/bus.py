@@ -19,7 +19,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import Error as JetStreamError
-from nats.js.errors import NoKeysError, NotFoundError
+from nats.js.errors import KeyWrongLastSequenceError, NoKeysError, NotFoundError
 from nats.js.kv import KeyValue
 
 from store import wire
@@ -133,6 +133,7 @@ class Bus:
         try:
             self._buckets[wire.LEASES] = await self._bucket(wire.LEASES, ttl_s=LEASE_TTL_S)
             self._buckets[wire.MODELS] = await self._bucket(wire.MODELS, ttl_s=None)
+            self._buckets[wire.LEADER] = await self._bucket(wire.LEADER, ttl_s=LEASE_TTL_S)
             await self._js.add_stream(
                 StreamConfig(
                     name=wire.USAGE_STREAM,
@@ -222,6 +223,28 @@ class Bus:
             await self._buckets[bucket].delete(key)
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
             raise BusError(f"{bucket}/{key}: not deleted: {error}") from error
+
+    async def take_lead(self, role: str, holder: str) -> int | None:
+        """The term, higher than any before, if nobody has the role; to be kept by `keep_lead`. None if somebody has.
+
+        Raises BusError."""
+        leader = wire.encode(wire.Leader(holder=holder))
+        try:
+            return await self._buckets[wire.LEADER].create(role, leader)
+        except KeyWrongLastSequenceError:
+            return None
+        except (TimeoutError, JetStreamError, nats.errors.Error) as error:
+            raise BusError(f"{wire.LEADER}/{role}: not asked: {error}") from error
+
+    async def keep_lead(self, role: str, holder: str, last: int) -> int | None:
+        """What to say as `last` the next time; None if it ran out, or another has it. Raises BusError."""
+        leader = wire.encode(wire.Leader(holder=holder))
+        try:
+            return await self._buckets[wire.LEADER].update(role, leader, last)
+        except KeyWrongLastSequenceError:
+            return None
+        except (TimeoutError, JetStreamError, nats.errors.Error) as error:
+            raise BusError(f"{wire.LEADER}/{role}: not kept: {error}") from error
 
     async def keys(self, bucket: str) -> list[str]:
         try:

@@ -18,6 +18,7 @@ VERSION = 1
 
 LEASES = "leases"  # KV bucket, TTL: runtime id → Lease
 MODELS = "models"  # KV bucket: model key → EngineSpec, what every runtime must be able to serve
+LEADER = "leader"  # KV bucket, TTL: role → who has it
 USAGE_STREAM = "USAGE"  # JetStream stream over `usage.>`
 
 
@@ -216,6 +217,12 @@ class Repaired(Message, frozen=True, kw_only=True, tag=True):
     complete: bool
 
 
+class Leader(Message, frozen=True, kw_only=True, tag=True):
+    """Who has a role that one process has at a time."""
+
+    holder: str
+
+
 class GatewayAlive(Message, frozen=True, kw_only=True, tag=True):
     """A gateway that stops saying this has its streams cancelled."""
 
@@ -312,6 +319,7 @@ class ModelState(Message, frozen=True, kw_only=True, tag=True):
     fetch_ms: float = 0.0  # what the last took
     step_ms: float = 0.0  # estimate of a decode step of one request alone; 0: not known
     prefill_ms: float = 0.0  # estimate for the longest prompt it takes, alone; 0: not known
+    busy: float = 0.0  # share of the device's time that its requests need to keep their pace
 
 
 class Attained(msgspec.Struct, frozen=True, array_like=True):

@@ -23,6 +23,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "up": serve.up,
     "gateway": serve.gateway,
     "runtime": serve.runtime,
+    "scheduler": serve.scheduler,
     "ledger": serve.ledger,
     "doctor": serve.doctor,
     "profile": profile.profile,

@@ -54,6 +54,11 @@ def runtime() -> None:
     _become("runtime.node")
 
 
+def scheduler() -> None:
+    """Run the scheduler alone; settings from the environment."""
+    _become("runtime.scheduler")
+
+
 def ledger() -> None:
     """Run the ledger alone; settings from the environment."""
     _become("store.ledger")

@@ -182,7 +182,7 @@ async def test_streams_that_move_while_they_run_say_what_they_would_have_said(fl
         chance = random.Random(7)
         while not streams.done():
             source, target = chance.sample([f"r{n}" for n in range(1, RUNTIMES + 1)], 2)
-            order = wire.Migrate(target=target, count=chance.randint(1, 3))
+            order = wire.Migrate(target=target, count=chance.randint(1, 3), term=1 << 62)  # before any scheduler's
             reply = wire.decode(wire.Reply, await bus.request(wire.migrate_subject(source), order))
             assert reply.refusal is None, reply.reason
             await asyncio.sleep(0.1)

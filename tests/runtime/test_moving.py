@@ -16,6 +16,7 @@ from runtime.engine.vllm import VllmEngine
 from runtime.memory.native import Operation
 from runtime.request import RequestId
 from store.wire import Departure
+from tests.runtime.devices import one_thread
 from tests.runtime.engines import asleep, awake, drive, payload, spec, tokens, until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM, torch and transformers, not ours
@@ -59,6 +60,7 @@ class World:
         self.builds.append(Builder(POOL_BYTES, HOST_BYTES, self.builds[0].images.fd))
         paths = {name: write_random(folder / name, **shape) for name, shape in SHAPES.items()}
         self.pairs = {name: [build(spec(path)) for build in self.builds] for name, path in paths.items()}
+        one_thread()
         self.first_steps: dict[RequestId, int] = {}  # tokens that were computed in the first step after a move
         self.adopted: set[RequestId] = set()
         self.answers: dict[tuple[str, str], list[Output]] = {}

@@ -14,6 +14,7 @@ from runtime.engine.base import BadRequest, EngineError, Output
 from runtime.engine.vllm import VllmEngine
 from runtime.request import RequestId
 from store.wire import Finish
+from tests.runtime.devices import one_thread
 from tests.runtime.engines import asleep, awake, drive, payload, spec, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM, torch and transformers, not ours
@@ -40,6 +41,7 @@ def engines(random_models: dict[str, Path]) -> Iterator[dict[str, VllmEngine]]:
 
     build = Builder(POOL_BYTES, HOST_BYTES)
     engines = {name: build(spec(path)) for name, path in random_models.items()}
+    one_thread()
     for engine in engines.values():
         awake(engine)
     yield engines

@@ -1,0 +1,158 @@
+"""The scheduler: what it orders when the leases say so, and on a real bus, who of several leads. The test plays the
+runtimes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from runtime import scheduler as scheduler_module
+from runtime.cluster import Rules
+from runtime.scheduler import Fleet, Scheduler
+from store import wire
+from store.bus import Bus
+from store.wire import ModelState, Residency
+from tests.conftest import NatsServer
+
+PAGE = 1 << 20
+
+
+def lease(runtime: str, epoch: int = 1, engine: str = "e", **busy: float) -> wire.Lease:
+    """`busy`: the share of the device's time that each model needs."""
+    models = {
+        model: ModelState(residency=Residency.RESIDENT, running=1, kv_pages=1, weights_pages=2, busy=share)
+        for model, share in busy.items()
+    }
+    return wire.Lease(runtime=runtime, epoch=epoch, engine=engine, page_bytes=PAGE, pages_total=64, models=models)
+
+
+def told(fleet: Fleet, now: float, *leases: wire.Lease) -> list[tuple[str, wire.Migrate]]:
+    for each in leases:
+        fleet.heard(each, now)
+    return fleet.tick(now)
+
+
+OVERFULL = lease("r1", a=0.7, b=0.4)
+
+
+def test_a_model_moves_from_a_device_with_too_much_to_do_to_one_with_little() -> None:
+    fleet = Fleet(Rules(migrate=True))
+    ((source, order),) = told(fleet, 1.0, OVERFULL, lease("r2"))
+    assert (source, order.target, order.model) == ("r1", "r2", "b")
+    assert order.count > 1000  # all its requests: it has one place
+    assert not told(fleet, 2.0, OVERFULL, lease("r2")), "it is on its way"
+    fleet.settled("r1")
+    assert told(fleet, 3.0, OVERFULL, lease("r2"))
+
+
+def test_a_balanced_fleet_is_left_alone() -> None:
+    fleet = Fleet(Rules(migrate=True))
+    for now in range(1, 10):
+        assert not told(fleet, float(now), lease("r1", a=0.5), lease("r2", b=0.5), lease("r3"))
+
+
+def test_nothing_is_ordered_of_or_for_a_runtime_that_is_not_heard_of_or_starts() -> None:
+    fleet = Fleet(Rules(migrate=True))
+    told(fleet, 1.0, lease("r1"), lease("r2"))
+    assert not told(fleet, 9.0, OVERFULL), "r2 was silent for eight seconds"
+    assert not told(fleet, 10.0, OVERFULL, lease("r2", engine=""))
+    assert told(fleet, 11.0, OVERFULL, lease("r2", epoch=2)), "it is back"
+
+
+def test_a_runtime_that_was_started_again_is_a_new_device() -> None:
+    fleet = Fleet(Rules(migrate=True))
+    told(fleet, 1.0, lease("r1"), lease("r2"))
+    assert told(fleet, 2.0, lease("r1", epoch=2, a=0.7, b=0.4), lease("r2"))
+    assert len(fleet.cluster.devices) == 2
+
+
+# ── who leads ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Two:
+    """Two schedulers, and a runtime r1 with too much to do beside an idle r2."""
+
+    def __init__(self, bus: Bus, buses: list[Bus]) -> None:
+        self.bus = bus
+        self.all = [Scheduler(each, Rules(migrate=True), f"s{n}") for n, each in enumerate(buses)]
+        self.orders: list[wire.Migrate] = []
+        self.stops = [asyncio.Event() for _ in self.all]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        await self.bus.respond(wire.migrate_subject("r1"), self._obey)
+        self._tasks = [asyncio.create_task(self._report())]
+        for scheduler, stop in zip(self.all, self.stops, strict=True):
+            self._tasks.append(asyncio.create_task(scheduler.run(stop)))
+
+    async def _obey(self, data: bytes) -> wire.Reply:
+        self.orders.append(wire.decode(wire.Migrate, data))
+        return wire.Reply(refusal=wire.Refusal.BUSY, reason="not now")  # so it is said again
+
+    async def _report(self) -> None:
+        while True:
+            for each in (OVERFULL, lease("r2")):
+                await self.bus.put(wire.LEASES, each.runtime, each)
+            await asyncio.sleep(0.2)
+
+    def kill(self, number: int) -> None:
+        """Without a word to anybody."""
+        self._tasks[1 + number].cancel()
+
+    async def until_ordered(self, count: int, timeout_s: float = 10.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while len(self.orders) < count:
+                await asyncio.sleep(0.02)
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@pytest.fixture
+async def two(nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Two]:
+    monkeypatch.setattr(scheduler_module, "TICK_S", 0.2)
+    async with contextlib.AsyncExitStack() as stack:
+        bus, *buses = [await stack.enter_async_context(Bus.connect(nats_server.url, f"b{n}")) for n in range(3)]
+        made = Two(bus, buses)
+        await made.start()
+        yield made
+        await made.end()
+
+
+async def test_of_two_schedulers_one_acts_and_the_other_follows_when_it_is_gone(two: Two) -> None:
+    await two.until_ordered(3)
+    leaders = [scheduler.leads for scheduler in two.all]
+    assert sorted(leaders) == [False, True]
+    assert {order.term for order in two.orders} == {two.all[leaders.index(True)]._term}
+    two.kill(leaders.index(True))
+    before = len(two.orders)
+    await two.until_ordered(before + 3)  # the lead runs out, then the other has what it needs from the leases
+    after = two.orders[-1]
+    assert after.term > two.orders[0].term and after.target == "r2"
+
+
+async def test_one_that_is_told_to_stop_gives_the_lead_away_at_once(two: Two) -> None:
+    await two.until_ordered(1)
+    leader = [scheduler.leads for scheduler in two.all].index(True)
+    two.stops[leader].set()
+    async with asyncio.timeout(2):  # less than the lead would take to run out
+        while not two.all[1 - leader].leads:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_lead_that_was_taken_by_another_is_noticed(two: Two, nats_server: NatsServer) -> None:
+    await two.until_ordered(1)
+    leader = two.all[[scheduler.leads for scheduler in two.all].index(True)]
+    term = leader._term
+    await two.bus.delete(wire.LEADER, scheduler_module.ROLE)
+    async with asyncio.timeout(5):
+        while leader._term == term:
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.6)
+    assert sum(scheduler.leads for scheduler in two.all) == 1
+    assert max(scheduler._term for scheduler in two.all) > term
