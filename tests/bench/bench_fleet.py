@@ -164,8 +164,8 @@ def _ended(world: World) -> Result:
 
 # ── a load that rises and falls ───────────────────────────────────────────────────────────────────────────────────────
 
-LOWS = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)  # steps, of bands six times as high as low
-SCALED_S, PERIOD_S = 2400.0, 800.0
+LOWS = (10.0, 20.0, 40.0, 80.0, 160.0)  # steps, of bands six times as high as low
+SCALED_S, PERIOD_S = 1600.0, 800.0
 
 
 def _scale(run: Run) -> Result:

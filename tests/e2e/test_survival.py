@@ -4,6 +4,7 @@ without gap or repeat, and what is booked is what was delivered."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import signal
@@ -36,19 +37,26 @@ class Fleet:
     tokens: int = 0  # delivered, of all streams
 
     @classmethod
-    def start(cls, folder: Path, models: int) -> Fleet:
+    @contextlib.contextmanager
+    def running(cls, folder: Path, models: int) -> Iterator[Fleet]:
         settings = {"STACCATO_DRAIN_S": "1", "STACCATO_HANG_S": "4"}
         fleet = cls(Platform(folder / "data", free_port(), settings))
-        fleet.platform.start("--runtimes", str(RUNTIMES))
-        fleet.platform.tenant("acme")
-        for number in range(models):
-            architecture = ARCHITECTURES[number % len(ARCHITECTURES)]
-            name = f"{architecture}-{number}"
-            path = write_random(folder / name, architecture, seed=number, hidden=256, layers=4)
-            fleet.platform.model(name, path)
-            assert fleet.platform.deploy("acme", name)["status"]["phase"] in ("awake", "asleep")
-            fleet.models.append(name)
-        return fleet
+        try:
+            fleet.platform.start("--runtimes", str(RUNTIMES))
+            fleet.platform.tenant("acme")
+            for number in range(models):
+                fleet.deploy(folder, number)
+            yield fleet
+        finally:
+            code = fleet.platform.stop()
+        assert code == 0
+
+    def deploy(self, folder: Path, number: int) -> None:
+        architecture = ARCHITECTURES[number % len(ARCHITECTURES)]
+        name = f"{architecture}-{number}"
+        self.platform.model(name, write_random(folder / name, architecture, seed=number, hidden=256, layers=4))
+        assert self.platform.deploy("acme", name)["status"]["phase"] in ("awake", "asleep")
+        self.models.append(name)
 
     async def ready(self, runtimes: int = RUNTIMES) -> None:
         """So many have every model, and none of them failed."""
@@ -131,9 +139,8 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    started = Fleet.start(tmp_path_factory.mktemp("fleet"), models=3)
-    yield started
-    assert started.platform.stop() == 0
+    with Fleet.running(tmp_path_factory.mktemp("fleet"), models=3) as running:
+        yield running
 
 
 async def test_kill_of_any_runtime_at_any_token_costs_no_stream(fleet: Fleet) -> None:
@@ -194,8 +201,7 @@ async def test_streams_that_move_while_they_run_say_what_they_would_have_said(fl
 
 @pytest.mark.long
 async def test_a_hundred_kills_cost_no_stream(tmp_path_factory: pytest.TempPathFactory) -> None:
-    fleet = Fleet.start(tmp_path_factory.mktemp("hundred"), models=6)
-    try:
+    with Fleet.running(tmp_path_factory.mktemp("hundred"), models=6) as fleet:
         await fleet.ready()
         undisturbed = await fleet.streams(10)
         killed = seed = 0
@@ -205,6 +211,3 @@ async def test_a_hundred_kills_cost_no_stream(tmp_path_factory: pytest.TempPathF
             assert said == undisturbed
             killed += more
         await fleet.booked(fleet.tokens)
-    finally:
-        code = fleet.platform.stop()
-    assert code == 0

@@ -25,6 +25,10 @@ print(world.__file__)
 for policy in ("slack", "aegaeon", "prism"):
     spans = []
     print(fleet.simulate(base(16, 1, duration_s=60.0), profile, policy, 2, Objective(), spans, checks=True), spans)
+for dispatch in ("least-loaded", "freest", "in-turns"):
+    changes = fleet.Changes(dispatch, migrate=True, scale=(1, 3), faults=3, seed=1)
+    work = base(16, 1, duration_s=60.0, rate=0.4)
+    print(fleet.simulate(work, profile, "slack", 2, Objective(), checks=True, changes=changes))
 """
 
 

@@ -1,0 +1,143 @@
+"""How long does a client wait for a token when its request moves to another runtime? Beside computing it again there.
+
+Two runtimes of one platform, one stream whose context is 512, 2,048 and 8,000 tokens long when it begins. It is ordered
+to move, back and forth, fifteen times. For each move: the longest time between two tokens from the order until the
+target's tenth token, beside the median of the times between the tokens before it, which is what a decode step takes
+with all that lies between engine and client. Then the same prompt is computed anew, which is what moving would cost
+without its keys and values.
+
+`python tests/bench/bench_migrate.py`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from deploy.demo.random_weights import write_random  # noqa: E402
+from store import wire  # noqa: E402
+from store.bus import Bus  # noqa: E402
+from tests.bench.timing import load, milliseconds, spread  # noqa: E402
+from tests.conftest import free_port  # noqa: E402
+from tests.e2e.conftest import Platform  # noqa: E402
+
+CONTEXTS = (512, 2048, 8000)  # tokens
+MOVES, BEFORE, AFTER = 15, 20, 10  # tokens
+SHAPE = dict(hidden=256, layers=8, heads=8, kv_heads=8, context=9216)
+MOVE_S_MOST = 20.0
+
+
+@dataclass
+class Stream:
+    """One request, and when its tokens came."""
+
+    platform: Platform
+    times: list[float] = field(default_factory=list)
+
+    async def read(self, prompt: list[int], tokens: int) -> None:
+        body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        body |= {"temperature": 0, "return_token_ids": True}
+        headers = {"authorization": f"Bearer {self.platform.keys['acme']}"}
+        self.asked_at = time.perf_counter()
+        async with (
+            httpx.AsyncClient(timeout=120) as client,
+            client.stream("POST", f"{self.platform.url}/v1/completions", json=body, headers=headers) as response,
+        ):
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    made = json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"] or ()
+                    self.times += [time.perf_counter()] * len(made)
+
+    @property
+    def first_s(self) -> float:
+        return self.times[0] - self.asked_at
+
+    def gaps_s(self, first: int, last: int) -> list[float]:
+        times = self.times[first:last]
+        return [after - before for before, after in zip(times, times[1:], strict=False)]
+
+    async def until(self, tokens: int) -> None:
+        while len(self.times) < tokens:
+            await asyncio.sleep(0.001)
+
+
+def moved(platform: Platform) -> tuple[int, str]:
+    """How often a request has moved so far, and where one runs."""
+    gpus = platform.get("/api/v1/gpus").json()["data"]
+    runs = [gpu["id"] for gpu in gpus if any(model["running"] for model in gpu["models"].values())]
+    return sum(gpu["moved"] for gpu in gpus), runs[0] if runs else ""
+
+
+async def measure(platform: Platform, bus: Bus, context: int) -> dict[str, object]:
+    stream, pauses_s, steps_s = Stream(platform), [], []
+    prompt = [(7 * n + context) % 500 + 3 for n in range(context)]
+    reading = asyncio.create_task(stream.read(prompt, SHAPE["context"] - context - 1))
+    await stream.until(1)
+    await asyncio.sleep(1.5)  # the lease says where it runs
+    _, where = await asyncio.to_thread(moved, platform)
+    for _ in range(MOVES):
+        before = len(stream.times)
+        await stream.until(before + BEFORE)
+        steps_s.append(statistics.median(stream.gaps_s(before, before + BEFORE)))
+        target = "r2" if where == "r1" else "r1"
+        ordered = len(stream.times)
+        count, _ = await asyncio.to_thread(moved, platform)
+        await bus.request(wire.migrate_subject(where), wire.Migrate(target=target, term=1 << 62))
+        deadline = time.monotonic() + MOVE_S_MOST
+        while (await asyncio.to_thread(moved, platform))[0] == count:
+            assert time.monotonic() < deadline, "it did not move"
+            await asyncio.sleep(0.1)
+        await stream.until(len(stream.times) + AFTER)
+        pauses_s.append(max(stream.gaps_s(ordered - 1, len(stream.times))))
+        where = target
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    return {
+        "context": context,
+        "step_ms": milliseconds(steps_s),
+        "pause_ms": milliseconds(pauses_s),
+        "of_2_steps_and_10_ms": spread(
+            pause / (2 * step + 0.010) for pause, step in zip(pauses_s, steps_s, strict=True)
+        ),
+        "again_ms": round(1e3 * await again_s(platform, [prompt[0] + 1, *prompt[1:]]), 1),
+        "load": load(),
+    }
+
+
+async def again_s(platform: Platform, prompt: list[int]) -> float:
+    """The first token of a prompt of this length that nobody has computed."""
+    stream = Stream(platform)
+    await stream.read(prompt, 1)
+    return stream.first_s
+
+
+async def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        platform = Platform(Path(name) / "data", free_port())
+        try:
+            platform.start("--runtimes", "2", "--device-memory", "512MiB")
+            platform.tenant("acme")
+            platform.model("m", write_random(Path(name) / "m", "llama", **SHAPE))
+            platform.deploy("acme", "m")
+            port = (platform.data / "nats.port").read_text().strip()
+            async with Bus.connect(f"nats://127.0.0.1:{port}", "bench") as bus:
+                for context in CONTEXTS:
+                    print(json.dumps(await measure(platform, bus, context)), flush=True)
+        finally:
+            platform.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
