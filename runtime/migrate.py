@@ -258,6 +258,7 @@ class Migrations:
         reply = await self._answer(guest, lambda: device.send(pipe.Coming(offer.move, offer.run, offer.tokens)))
         if reply.refusal is not None:
             del self._guests[offer.move]
+            device.send(pipe.NotComing(offer.move))  # it may only have been slow to say yes
         return reply
 
     def _waits_for(self, guest: Guest, now: float) -> bool:
