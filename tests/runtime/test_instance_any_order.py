@@ -48,11 +48,20 @@ class AnyOrder(RuleBasedStateMachine):
     def withdraw(self, key: str) -> None:
         self.world.hear(Withdrawn(ModelKey(key)))
 
-    @rule(key=KEYS, target=streams, refused=st.integers(0, 9), prompt=st.integers(1, 8), objective=OBJECTIVES)
-    def arrive(self, key: str, refused: int, prompt: int, objective: Objective) -> RequestId:
+    @rule(
+        key=KEYS,
+        target=streams,
+        refused=st.integers(0, 9),
+        prompt=st.integers(1, 8),
+        objective=OBJECTIVES,
+        made=st.sampled_from([0, 0, 0, 1, 4]),
+        handed=st.booleans(),
+    )
+    def arrive(self, key: str, refused: int, prompt: int, objective: Objective, made: int, handed: bool) -> RequestId:
         self.next_stream += 1
         prompt_tokens = min(prompt, self.world.prompt_most)
-        arrived = request(self.next_stream, key, self.world.now, prompt_tokens, objective)
+        from_elsewhere = handed and made > 0
+        arrived = request(self.next_stream, key, self.world.now, prompt_tokens, objective, made, from_elsewhere)
         self.world.open.add(arrived.id)
         if refused == 0:
             self.world.refuses.add(arrived.id)
@@ -63,6 +72,21 @@ class AnyOrder(RuleBasedStateMachine):
     def cancel(self, id: RequestId) -> None:
         self.world.open.discard(id)  # the client is gone: nothing is owed to it
         self.world.hear(Cancelled([id]))
+
+    @rule(id=streams)
+    def leave(self, id: RequestId) -> None:
+        model = self.world.instance.requests.owner(id)
+        if model is not None and id in model.running and model.running[id].sent:
+            self.world.begin_to_leave(id)
+
+    @precondition(lambda self: self.world.leaving)
+    @rule(data=st.data(), stays=st.booleans())
+    def left(self, data: st.DataObject, stays: bool) -> None:
+        id = data.draw(st.sampled_from(self.world.leaving))
+        if stays:
+            self.world.stay(id)
+        else:
+            self.world.depart(id)
 
     @rule(key=KEYS, awake=st.booleans())
     def order(self, key: str, awake: bool) -> None:
@@ -113,6 +137,8 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self) -> None:
         """The engines work again: everybody is served to the end."""
         self.world.grants = lambda pages: pages
+        for id in list(self.world.leaving):
+            self.world.stay(id)
         self.world.settle(2000)
         models = self.world.instance.models.values()
         assert not self.world.open

@@ -406,36 +406,36 @@ def test_an_abort_at_any_moment_frees_all_on_either_side(
         assert engine._scheduler.blocks.used_blocks == engine._scheduler._slabs.taken == 0
 
 
+@pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("left", [False, True])
 def test_a_source_that_is_parked_lets_what_has_left_depart_or_stay(
-    world: World, pair: tuple[VllmEngine, VllmEngine], left: bool
+    world: World, pair: tuple[VllmEngine, VllmEngine], left: bool, stays: bool
 ) -> None:
     source, target = pair
-    for stays in (False, True):
-        id, said = begin(world, source, "seeded", steps=14)
-        assert target.expect(id, request("seeded"), BLOCK) and source.stage(id, 0) is not None
-        if left:
-            source.leave(id)
-        asleep(source)
-        assert source.held().kv == 0
-        if not left:
-            assert source.stage(id, 0) is None
-            source.leave(id)  # parked, it may leave as well
-        until(lambda: source.staged(id))
-        if stays:
-            source.stay(id)
-            target.abort([id])
-            awake(source)
-            said += drive({"": source}, random.Random(0))[id]
-        else:
-            departure = source.departure(id)
-            assert target.receive(id, 0, departure.host)
-            target.adopt(id, departure)
-            until(lambda: target.received(id))
-            source.abort([id])
-            said += drive({"": target}, random.Random(0))[id]
-            awake(source)
-        assert tokens(said) == tokens(world.answers["llama", "seeded"])
+    id, said = begin(world, source, "seeded", steps=14)
+    assert target.expect(id, request("seeded"), BLOCK) and source.stage(id, 0) is not None
+    if left:
+        source.leave(id)
+    asleep(source)
+    assert source.held().kv == 0
+    if not left:
+        assert source.stage(id, 0) is None
+        source.leave(id)  # parked, it may leave as well
+    until(lambda: source.staged(id))
+    if stays:
+        source.stay(id)
+        target.abort([id])
+        awake(source)
+        said += drive({"": source}, random.Random(0))[id]
+    else:
+        departure = source.departure(id)
+        assert target.receive(id, 0, departure.host)
+        target.adopt(id, departure)
+        until(lambda: target.received(id))
+        source.abort([id])
+        said += drive({"": target}, random.Random(0))[id]
+        awake(source)
+    assert tokens(said) == tokens(world.answers["llama", "seeded"])
 
 
 def test_a_target_that_is_parked_gives_up_what_it_expects(world: World, pair: tuple[VllmEngine, VllmEngine]) -> None:
@@ -487,54 +487,55 @@ def test_there_may_be_no_room_at_the_target_at_first_or_for_more(
     assert tokens(said) == tokens(world.answers["llama", "three blocks"])
 
 
+@pytest.mark.parametrize("parked", [False, True])
 def test_a_copy_out_that_fails_for_good_is_said_and_the_request_stays(
-    world: World, pair: tuple[VllmEngine, VllmEngine], monkeypatch: pytest.MonkeyPatch
+    world: World, pair: tuple[VllmEngine, VllmEngine], monkeypatch: pytest.MonkeyPatch, parked: bool
 ) -> None:
     monkeypatch.setattr("runtime.engine.transfer.COPY_TRIES", 1)
     source, _ = pair
-    for parked in (False, True):
-        id, said = begin(world, source, "seeded")
-        source.kv.reservation.device.inject(Operation.COPY, 1)
-        source.leave(id)
-        with pytest.raises(EngineError, match="request seeded can't be copied out: .*injected"):
-            until(lambda: source.staged(id))
-        if parked:
-            asleep(source)
-            with pytest.raises(EngineError, match="could not be copied out before its model was parked"):
-                source.departure(id)
-        source.stay(id)
+    id, said = begin(world, source, "seeded")
+    source.kv.reservation.device.inject(Operation.COPY, 1)
+    source.leave(id)
+    with pytest.raises(EngineError, match="of request seeded can't be copied out: .*injector"):
+        until(lambda: source.staged(id))
+    if parked:
+        asleep(source)
+        with pytest.raises(EngineError, match="could not be copied out before its model was parked"):
+            source.departure(id)
+    source.stay(id)
+    if parked:
         awake(source)
-        said += drive({"": source}, random.Random(0))[id]
-        assert tokens(said) == tokens(world.answers["llama", "seeded"])
-        assert source._scheduler.recomputed == parked, "its blocks were nowhere any more"
+    said += drive({"": source}, random.Random(0))[id]
+    assert tokens(said) == tokens(world.answers["llama", "seeded"])
+    assert source._scheduler.recomputed == parked, "its blocks were nowhere any more"
     source._scheduler.recomputed = 0
 
 
+@pytest.mark.parametrize("adopted", [False, True])
 def test_a_copy_in_that_fails_for_good_is_said_or_the_request_computed_again(
-    world: World, pair: tuple[VllmEngine, VllmEngine], monkeypatch: pytest.MonkeyPatch
+    world: World, pair: tuple[VllmEngine, VllmEngine], monkeypatch: pytest.MonkeyPatch, adopted: bool
 ) -> None:
     monkeypatch.setattr("runtime.engine.transfer.COPY_TRIES", 1)
     source, target = pair
-    for adopted in (False, True):
-        id, said = begin(world, source, "penalised")
-        assert target.expect(id, request("penalised"), BLOCK)
-        source.leave(id)
-        until(lambda: source.staged(id))
-        departure = source.departure(id)
-        target.kv.reservation.device.inject(Operation.COPY, 1)
-        assert target.receive(id, 0, departure.host)
-        if adopted:
-            target.adopt(id, departure)
+    id, said = begin(world, source, "penalised")
+    assert target.expect(id, request("penalised"), BLOCK)
+    source.leave(id)
+    until(lambda: source.staged(id))
+    departure = source.departure(id)
+    target.kv.reservation.device.inject(Operation.COPY, 1)
+    assert target.receive(id, 0, departure.host)
+    if adopted:
+        target.adopt(id, departure)
+        until(lambda: target.received(id))
+        source.abort([id])
+    else:
+        with pytest.raises(EngineError, match="of request penalised can't be copied in: .*injector"):
             until(lambda: target.received(id))
-            source.abort([id])
-        else:
-            with pytest.raises(EngineError, match="request penalised can't be copied in: .*injected"):
-                until(lambda: target.received(id))
-            target.abort([id])
-            source.stay(id)
-        said += drive({"": target if adopted else source}, random.Random(0))[id]
-        assert tokens(said) == tokens(world.answers["llama", "penalised"])
-    assert target._scheduler.recomputed == 1
+        target.abort([id])
+        source.stay(id)
+    said += drive({"": target if adopted else source}, random.Random(0))[id]
+    assert tokens(said) == tokens(world.answers["llama", "penalised"])
+    assert target._scheduler.recomputed == adopted
     target._scheduler.recomputed = 0
 
 

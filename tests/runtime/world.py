@@ -25,6 +25,7 @@ from runtime.events import (
     Checked,
     Close,
     Closed,
+    Departed,
     DeviceEffect,
     Effect,
     EngineFailed,
@@ -34,11 +35,13 @@ from runtime.events import (
     Fetched,
     FetchFailed,
     Grow,
+    Leaving,
     Lose,
     Park,
     Parked,
     Refused,
     Shrink,
+    Stayed,
     Step,
     StepFailed,
     Stepped,
@@ -71,10 +74,24 @@ def spec(key: str, idle_s: float | None = None, kv_bytes_per_token: int = 0) -> 
     )
 
 
-def request(stream: int, model: str, now: float = 0.0, prompt_tokens: int = 0, objective: Objective = USUAL) -> Request:
+def request(
+    stream: int,
+    model: str,
+    now: float = 0.0,
+    prompt_tokens: int = 0,
+    objective: Objective = USUAL,
+    made: int = 0,
+    handed: bool = False,
+) -> Request:
     """Prompts of no tokens keep sums over pages short."""
-    id = request_id("g", stream)
-    return Request(id, "g", stream, ModelKey(model), b"", now, prompt_tokens, objective=objective, label=model)
+    id, tokens = request_id("g", stream), [0] * made
+    return Request(
+        *(id, "g", stream, ModelKey(model), b"", now, prompt_tokens),
+        objective=objective,
+        label=model,
+        made=tokens,
+        handed=handed,
+    )
 
 
 def step(model: ModelKey) -> Step:
@@ -89,7 +106,7 @@ class Growing:
     tokens: int
     tokens_most: int
     tokens_a_page: int
-    made: int = 0  # of `tokens`
+    made: int = 0  # here; also more than 0 where its keys and values came with it
 
     @property
     def pages(self) -> int:
@@ -106,14 +123,15 @@ class Engine:
     kv: int = 0
     arrived: bool = False
     requests: dict[RequestId, Growing] = field(default_factory=dict)
+    left: dict[RequestId, Growing] = field(default_factory=dict)  # out of the batch, to go on elsewhere
 
     def held(self) -> Held:
-        wanted = sum(growing.pages for growing in self.requests.values())
+        wanted = sum(growing.pages for growing in (*self.requests.values(), *self.left.values()))
         return Held(self.weights, self.kv, wanted, max(0, self.kv - wanted))
 
     def step(self, finishes: Callable[[RequestId], bool]) -> list[Output]:
         """A token for each that fits, in the order in which they came, until the first that does not."""
-        outputs, left = [], self.kv
+        outputs, left = [], self.kv - sum(growing.pages for growing in self.left.values())
         for id, growing in list(self.requests.items()):
             left -= growing.pages
             if left < 0:
@@ -159,6 +177,7 @@ class World:
         self.prompt_most, self.tokens_most, self.tokens_a_page = prompt_most, tokens_most, tokens_a_page
         self._made_at: dict[RequestId, list[float]] = {}  # the tokens of those that were taken and did not end
         self._requests: dict[RequestId, Request] = {}
+        self.leaving: list[RequestId] = []
         self._alone = False  # nothing was heard since the step that is out was asked for
 
     # ── what happens ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -187,8 +206,9 @@ class World:
             case Cancelled(requests):
                 for id in requests:
                     if id in self._made_at:
-                        late = self.now > self._requests[id].progress.due_at
-                        self._attain(id, owed=int(late and not self._made_at[id]))
+                        asked = self._requests[id]
+                        late = self.now > asked.progress.due_at
+                        self._attain(id, owed=int(late and not asked.progress.sent))
         self._carry_out(effects)
 
     def answer(self, fails: bool = False, finishes: Callable[[RequestId], bool] = lambda id: False) -> list[Effect]:
@@ -221,7 +241,31 @@ class World:
         if key in self.parking:
             self.parking.remove(key)
         self.engines[key].requests.clear()
+        self.engines[key].left.clear()
         return self.hear(EngineFailed(key, "boom"))
+
+    def begin_to_leave(self, id: RequestId) -> list[Effect]:
+        model = self.instance.requests.owner(id)
+        assert model is not None
+        engine = self.engines[model.key]
+        engine.left[id] = engine.requests.pop(id)
+        self.leaving.append(id)
+        return self.hear(Leaving(id))
+
+    def stay(self, id: RequestId) -> list[Effect]:
+        model = self.instance.requests.owner(id)
+        assert model is not None
+        engine = self.engines[model.key]
+        engine.requests[id] = engine.left.pop(id)
+        self.leaving.remove(id)
+        return self.hear(Stayed(id))
+
+    def depart(self, id: RequestId) -> list[Effect]:
+        """It goes on elsewhere: here, only the tokens that were made here count."""
+        self.leaving.remove(id)
+        self._attain(id, owed=0, ended=False)
+        self._end(id)
+        return self.hear(Departed([id]))
 
     def settle(self, most: int = 100) -> None:
         """Everything that is under way comes to its end, again and again, until nothing is; at most so many times."""
@@ -258,6 +302,7 @@ class World:
                     engine = self.engines[key]
                     for id in requests:
                         engine.requests.pop(id, None)
+                        engine.left.pop(id, None)
                     self._tell(key)
                 case Fetch(key, kv_pages):
                     self._fetch(key, kv_pages)
@@ -289,8 +334,9 @@ class World:
         if request.id in self.refuses:
             self._hear(Refused(request.id, request.model, "too long"))
             return
-        prompt = request.prompt_tokens
-        engine.requests[request.id] = Growing(prompt, prompt + self.tokens_most, self.tokens_a_page)
+        prompt, before = request.prompt_tokens, len(request.made)
+        growing = Growing(prompt + before, prompt + self.tokens_most, self.tokens_a_page, made=int(request.handed))
+        engine.requests[request.id] = growing
         self._tell(request.model)
 
     def _fetch(self, key: ModelKey, kv_pages: int) -> None:
@@ -316,13 +362,14 @@ class World:
                 return Checked(key, "it says other words" if fails else None, engine.held())
             case Close(key):
                 engine = self.engines.pop(key)
-                assert not engine.requests, "closed with requests in it"
+                assert not engine.requests and not engine.left, "closed with requests in it"
                 assert key != self.fetching and key not in self.parking, "closed while pages are on their way"
                 return Closed(key)
             case Step(key, steps):
                 engine = self.engines[key]
                 if fails:
                     engine.requests.clear()
+                    engine.left.clear()
                     return StepFailed(key, "boom")
                 assert engine.arrived and engine.weights == engine.weights_pages, f"{key} steps and is not in"
                 return self._step(key, engine, steps, finishes)
@@ -344,22 +391,25 @@ class World:
 
     def _told(self, request: Request, at: int, output: Output) -> None:
         made_at, count = self._made_at[request.id], len(output.tokens)
-        assert at == len(made_at), f"token {len(made_at)} of {request.id} is told as token {at}"
+        before = len(request.made)
+        assert at == before + len(made_at), f"token {before + len(made_at)} of {request.id} is told as token {at}"
         made_at += [self.now - (count - 1 - place) * self.step_s for place in range(count)]
-        assert (request.progress.sent, request.progress.last_at) == (len(made_at), made_at[-1]), f"{request} lost count"
+        progress = request.progress
+        assert (progress.sent, progress.last_at) == (before + len(made_at), made_at[-1]), f"{request} lost count"
         if output.finish is not None:
             self._attain(request.id, owed=0)
             self._end(request.id)
 
-    def _attain(self, id: RequestId, owed: int) -> None:
-        """It ended, and `owed` tokens will never come."""
+    def _attain(self, id: RequestId, owed: int, ended: bool = True) -> None:
+        """It ended, and `owed` tokens will never come; or it goes on elsewhere."""
         request, made_at = self._requests.pop(id), self._made_at.pop(id)
         objective = request.objective
-        due = [request.arrived_at + objective.ttft_s + place * objective.tbt_s for place in range(len(made_at))]
-        if made_at or owed:
+        places = range(len(request.made), len(request.made) + len(made_at))
+        due = [request.arrived_at + objective.ttft_s + place * objective.tbt_s for place in places]
+        if made_at or owed or request.made:
             on_time = sum(at <= due_at for at, due_at in zip(made_at, due, strict=True))
             total = self.attained.setdefault(request.label, Counter())
-            total.update(requests=1, tokens=len(made_at) + owed, on_time=on_time)
+            total.update(requests=int(ended), tokens=len(made_at) + owed, on_time=on_time)
 
     def _end(self, id: RequestId) -> None:
         assert id in self.open, f"{id} ended twice"
@@ -379,11 +429,16 @@ class World:
             assert (booked.weights, booked.kv) == (engine.weights, engine.kv), f"the books are wrong about {key}"
         assert set(self.engines) <= set(self.instance.models), "an engine of a model that is not there"
         assert self.free >= 0
-        assert {id for model in self.instance.models.values() for id in (*model.waiting, *model.running)} == self.open
+        models = self.instance.models.values()
+        assert {id for model in models for id in (*model.waiting, *model.running, *model.leaving)} == self.open
+        self.leaving = [id for id in self.leaving if id in self.open]  # the others were lost with their engine
+        assert {id for model in models for id in model.leaving} == set(self.leaving)
         counted = self.instance.requests.attainment.totals
         assert self.attained == {
             label: Counter(requests=total.requests, tokens=total.tokens, on_time=total.on_time)
             for label, total in counted.items()
         }
         if self.out is None and self.fetching is None and not self.parking:
-            assert not self.open, f"requests are open, and nothing is under way for them: {self.instance.models}"
+            assert self.open == set(self.leaving), (
+                f"requests are open, and nothing is under way for them: {self.instance.models}"
+            )
