@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from runtime.policy.by_name import POLICIES
@@ -42,6 +42,7 @@ class Settings(BaseSettings):
     admin_key: SecretStr | None = None  # None: the one in DATA/admin.key, made on the first start
     model_roots: Annotated[list[Path], NoDecode, BeforeValidator(_paths)] = []  # tenants may register below these
     runtimes: int = Field(1, ge=0, le=64)
+    prefill: int = Field(0, ge=0)  # so many of them compute prompts, and hand requests on to the others
     device_memory: ByteSize = Field(ByteSize(512 << 20), ge=4 << 20)  # each runtime's pool of pages
     # Images of models and parked requests, of all runtimes together:
     host_cache: ByteSize = Field(ByteSize(_memory() // 2), ge=16 << 20)
@@ -56,6 +57,14 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute(cls, data: Path) -> Path:
         return data.expanduser().absolute()  # children may run elsewhere
+
+    @field_validator("prefill")
+    @classmethod
+    def _leaves_some(cls, prefill: int, info: ValidationInfo) -> int:
+        runtimes = info.data.get("runtimes", prefill + 1)
+        if prefill and prefill >= runtimes:
+            raise ValueError(f"of {runtimes} runtimes at most {max(0, runtimes - 1)} can be for prompts")
+        return prefill
 
     @field_validator("policy")
     @classmethod

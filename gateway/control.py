@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -23,8 +24,9 @@ from gateway.objectives import label
 from gateway.rollout import Rollout
 from gateway.status import attainment
 from store import deployments as stored
+from store.bus import BusError
 from store.db import Database
-from store.wire import Lease
+from store.wire import Lease, Role
 
 PREFIX = "/api/v1"
 
@@ -36,6 +38,10 @@ class Engines:
     architectures: frozenset[str]
     tool_parsers: frozenset[str]
     reasoning_parsers: frozenset[str]
+
+
+class RoleAsked(msgspec.Struct, forbid_unknown_fields=True):
+    role: Role
 
 
 class Control:
@@ -91,6 +97,7 @@ class Control:
             self._route("GET", "/usage", billing.show_usage),
             self._route("GET", "/billing/export", billing.export),
             self._route("GET", "/gpus", self._gpus, admin=True),
+            self._route("POST", "/gpus/{gpu}:role", self._set_role, admin=True),
             self._route("GET", "/metrics", self._show_metrics, admin=True),
             Route(PREFIX + "/{path:path}", endpoint(_nowhere, self._database, self._auth), methods=list(_METHODS)),
         ]
@@ -103,6 +110,17 @@ class Control:
 
     def _deploying(self, act: Callable[[Call, Serving], Awaitable[Response]]) -> Act:
         return lambda call: act(call, self._serving)
+
+    async def _set_role(self, call: Call) -> Response:
+        """What a runtime does of requests from now on."""
+        id, asked = call.path("gpu"), await call.body(RoleAsked)
+        if id not in self._fleet.leases:
+            raise Problem(404, "no_such_gpu", f"there is no runtime {id!r}: `staccato ps` lists them")
+        try:
+            await self._fleet.set_role(id, asked.role)
+        except BusError as error:
+            raise Problem(503, "runtime_refused", f"{error}: try again", headers={"retry-after": "2"}) from error
+        return JSONResponse({"id": id, "role": asked.role}, 202)
 
     async def _gpus(self, call: Call) -> Response:
         """Who holds which device now."""
@@ -133,6 +151,7 @@ def _gpu(lease: Lease, users: dict[str, dict[str, str]]) -> dict[str, object]:
         "id": lease.runtime,
         "engine": lease.engine,
         "draining": lease.draining,
+        "role": lease.role,
         "holder": lease.holder or None,
         "switches": lease.switches,
         "moved": lease.moved,

@@ -72,12 +72,16 @@ class Fleet:
         This is the simple rule that needs no scheduler; None when no runtime can take the model now.
         """
         candidates = [
-            (self._requests(id, lease) + WAY_IN[COLDNESS[lease.models[key].residency]], id)
+            (
+                lease.role is wire.Role.DECODE,  # who only makes tokens gets prompts when nobody else is there
+                self._requests(id, lease) + WAY_IN[COLDNESS[lease.models[key].residency]],
+                id,
+            )
             for id, lease in self.leases.items()
             if id not in avoid and not lease.draining and key in lease.models
             if lease.models[key].residency is not Residency.FAILED
         ]
-        return min(candidates)[1] if candidates else None
+        return min(candidates)[-1] if candidates else None
 
     def _requests(self, id: str, lease: wire.Lease) -> int:
         """Of all gateways at its last lease; of this one, now."""
@@ -131,6 +135,10 @@ class Fleet:
     async def keys(self) -> list[str]:
         """What the runtimes were told to serve."""
         return await self._bus.keys(wire.MODELS)
+
+    async def set_role(self, runtime: str, role: wire.Role) -> None:
+        """Raises BusError."""
+        await self._bus.request(wire.role_subject(runtime), wire.SetRole(role=role))
 
     async def control(self, key: str, op: str) -> wire.Reply:
         """Ask every runtime that has the model to put it to sleep or wake it; the first refusal, or consent."""

@@ -245,8 +245,13 @@ def _runtimes(settings: Settings, names: list[str]) -> list[Child]:
     cache = os.memfd_create("staccato-host-cache")
     os.ftruncate(cache, settings.host_cache)
     told = environment(settings, RUNTIME_SETTINGS) | {PREFIX + "HOST_CACHE_FD": str(cache)}
-    command = module_command("runtime.node")
-    return [Child(name, command, told | {PREFIX + "RUNTIME_ID": name}, stop_s=40, fds=(cache,)) for name in names]
+    children = []
+    for number, name in enumerate(names):
+        own = {PREFIX + "RUNTIME_ID": name}
+        if settings.prefill:
+            own[PREFIX + "ROLE"] = "prefill" if number < settings.prefill else "decode"
+        children.append(Child(name, module_command("runtime.node"), told | own, stop_s=40, fds=(cache,)))
+    return children
 
 
 def module_command(name: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from runtime.costs import load_profile
 from runtime.policy.by_name import POLICIES
+from store.wire import Role
 
 
 def _threads() -> int:
@@ -37,6 +38,7 @@ class RuntimeSettings(BaseSettings):
     nats_url: str = "nats://127.0.0.1:4222"
     runtime_id: str = "r1"
     policy: str = "slack"
+    role: Role = Role.BOTH  # until it is told another one
     device_memory: ByteSize = ByteSize(512 << 20)  # the pool of pages for weights and KV cache
     host_cache: ByteSize = ByteSize(_memory() // 2)  # the most that images of models and parked requests take
     host_cache_fd: int = -1  # the file that the runtimes of a node share for that; without one it is this runtime's own

@@ -50,6 +50,7 @@ class Stream:
     began_at: float  # monotonic
     at: int  # index of its next token
     moving: bool = False
+    tried_at: float = 0.0  # to hand it on
 
 
 class Host(Protocol):

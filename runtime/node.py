@@ -26,7 +26,7 @@ from runtime.ring import Ring
 from runtime.stepping import Stepping
 from store import observe, wire
 from store.bus import LEASE_TTL_S, Bus, BusError
-from store.wire import Delta, Finish, Refusal, Residency
+from store.wire import Delta, Finish, Refusal, Residency, Role
 
 log = structlog.get_logger()
 
@@ -34,6 +34,7 @@ LEASE_PERIOD_S = 1.0
 HEARTBEAT_PERIOD_S = 0.5
 GATEWAY_SILENCE_S = 2.0  # then its streams are cancelled
 STREAMS_MOST = 4096  # open at once; more are refused as BUSY
+HAND_ON_PAUSE_S = 0.25  # between two tries to hand a stream on
 MOVED_AT_ONCE = 8  # streams, when all are to go
 RESTART_PAUSE_S = 0.2
 RING_KEPT_S = 60.0  # after the gateway's last sign
@@ -62,6 +63,7 @@ class Node:
         self._process: asyncio.subprocess.Process | None = None  # of the device, the last that was started
         self._engine = ""
         self._draining = False
+        self._role = settings.role
         self._term = 0  # of the scheduler that was heard last
         self._lease_due = asyncio.Event()
         self._stepping_fd = Stepping.create()
@@ -84,6 +86,7 @@ class Node:
         await self._bus.respond(wire.control_subject(self.id), self._control)
         await self._migrations.start()
         await self._bus.respond(wire.migrate_subject(self.id), self._migrate)
+        await self._bus.respond(wire.role_subject(self.id), self._set_role)
         await self._bus.watch(wire.LEASES, self._peer_changed)
         await self._bus.watch(wire.MODELS, self._spec_changed)
         jobs = (self._keep_device, self._keep_lease, self._keep_heartbeat, self._watch_steps)
@@ -249,25 +252,50 @@ class Node:
     async def _move_all(self) -> None:
         """To whoever can take them, until none is left; those that can't move just now are tried again."""
         while True:
-            movable = self._movable()[:MOVED_AT_ONCE]
+            movable = [named for named in self._movable() if self._target(*named)][:MOVED_AT_ONCE]
             await asyncio.gather(*(self._move_off(*named) for named in movable), asyncio.sleep(0.05))
 
     async def _move_off(self, gateway: str, number: int) -> None:
-        stream = self.stream(gateway, number)
-        if stream is not None and (target := self._peer(stream.run.model)):
+        if target := self._target(gateway, number):
             await self._move(gateway, number, target)
 
+    async def _set_role(self, data: bytes) -> wire.Reply:
+        self._role = wire.decode(wire.SetRole, data).role
+        self._lease_due.set()
+        return wire.Reply()
+
+    def _hand_on(self, gateway: str, deltas: list[Delta]) -> None:
+        """Who has its first token goes on where tokens are made; if it can't, it goes on here and is tried again."""
+        now = time.monotonic()
+        for delta in deltas:
+            stream = self.stream(gateway, delta.stream)
+            if stream is not None and not stream.moving and now > stream.tried_at + HAND_ON_PAUSE_S:
+                stream.tried_at = now
+                self._migrations.spawn(self._move_off(gateway, delta.stream))
+
+    def _target(self, gateway: str, number: int) -> str | None:
+        stream = self.stream(gateway, number)
+        return self._peer(stream.run.model) if stream else None
+
     def _peer(self, model: str) -> str | None:
-        """The runtime that shares our host cache, has the model and the fewest requests."""
+        """The runtime that shares our host cache and has the model: of those that decode, if there are, that with the
+        fewest requests."""
         fresh_at = time.monotonic() - LEASE_TTL_S
         peers = [
-            (lease.models[model].residency is not Residency.RESIDENT, _requests(lease), id)
+            (
+                lease.role is Role.PREFILL,
+                lease.models[model].residency is not Residency.RESIDENT,
+                _requests(lease),
+                id,
+            )
             for id, (lease, at) in self._peers.items()
             if id != self.id and at > fresh_at and not lease.draining
             if lease.host_cache == self.host_cache_id and lease.engine == self._engine
             if model in lease.models and lease.models[model].residency is not Residency.FAILED
         ]
-        return min(peers)[2] if peers else None
+        if not peers or (self._role is Role.PREFILL and not self._draining and min(peers)[0]):
+            return None
+        return min(peers)[-1]
 
     def _peer_changed(self, id: str, value: bytes | None) -> None:
         if value is None:
@@ -357,6 +385,8 @@ class Node:
         frame = wire.encode(wire.Frame(runtime=self.id, epoch=self.epoch, seq=gateway.ring.last + 1, deltas=deltas))
         gateway.ring.keep(frame)
         await self._send_frame(gateway_id, frame)
+        if self._role is Role.PREFILL and not self._draining:
+            self._hand_on(gateway_id, deltas)
 
     async def _send_frame(self, gateway_id: str, frame: bytes) -> None:
         try:
@@ -404,6 +434,7 @@ class Node:
             epoch=self.epoch,
             engine=self._engine if self._device else "",
             draining=self._draining,
+            role=self._role,
             host_cache=self.host_cache_id,
             holder=self._state.holder,
             switches=self._state.switches,

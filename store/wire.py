@@ -6,7 +6,7 @@ reader of the old version could misread the new one, and a process refuses a mes
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any, TypeVar
 
 import msgspec
@@ -70,6 +70,11 @@ def landed_subject(runtime: str) -> str:
 def migrate_subject(runtime: str) -> str:
     """Request: Migrate → Reply."""
     return f"rt.{runtime}.migrate"
+
+
+def role_subject(runtime: str) -> str:
+    """Request: SetRole → Reply."""
+    return f"rt.{runtime}.role"
 
 
 def frame_subject(gateway: str) -> str:
@@ -291,6 +296,20 @@ class Migrate(Message, frozen=True, kw_only=True, tag=True):
     term: int = 0  # of the scheduler that says so: one of an earlier term is not obeyed
 
 
+class Role(StrEnum):
+    """What a runtime does of a request."""
+
+    BOTH = "both"
+    PREFILL = "prefill"  # its first token; then it goes on at one of the others
+    DECODE = "decode"  # all that follows
+
+
+class SetRole(Message, frozen=True, kw_only=True, tag=True):
+    """From now on; requests that are there go on there."""
+
+    role: Role
+
+
 class Residency(IntEnum):
     """Where a model is on a runtime."""
 
@@ -341,6 +360,7 @@ class Lease(Message, frozen=True, kw_only=True, tag=True):
     epoch: int
     engine: str
     draining: bool = False
+    role: Role = Role.BOTH
     host_cache: str = ""  # names the one it shares: between runtimes that do, running requests can move
     holder: str = ""  # key of the model whose turn it is; empty when the device is idle
     switches: int = 0

@@ -19,6 +19,7 @@ def up(
     host: Annotated[str | None, typer.Option(help="[default: 127.0.0.1]", show_default=False)] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of everything kept. [default: .staccato]")] = None,
     runtimes: Annotated[int | None, typer.Option(help="How many. [default: 1]", show_default=False)] = None,
+    prefill: Annotated[int | None, typer.Option(help="Of the runtimes, for prompts alone. [default: 0]")] = None,
     device_memory: Annotated[str | None, typer.Option(help="Of each, without a GPU. [default: 512MiB]")] = None,
     policy: Annotated[str | None, typer.Option(help="Whose turn it is. [default: slack]")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the processes write.")] = False,
@@ -28,7 +29,15 @@ def up(
     from gateway import up
     from gateway.config import load
 
-    settings = load(port=port, host=host, data=data, runtimes=runtimes, device_memory=device_memory, policy=policy)
+    settings = load(
+        port=port,
+        host=host,
+        data=data,
+        runtimes=runtimes,
+        prefill=prefill,
+        device_memory=device_memory,
+        policy=policy,
+    )
 
     def ready(message: str) -> None:
         if json:

@@ -43,6 +43,8 @@ class Incoming:
 
 
 class MovingScheduler(PooledScheduler):
+    """The one that engines are built with. Requests that left, and those that are expected, are in no queue."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._outgoing: dict[str, Outgoing] = {}

@@ -5,6 +5,8 @@ are there, and nothing of it is on the device), or *arriving* (it has blocks aga
 filled). It comes back through `kv_holding_waiting`, where vLLM expects requests whose KV cache was brought in from
 elsewhere: `schedule` goes on with those where they stopped, without looking for prefixes.
 
+A request that was begun in an engine that is no more comes as one that vLLM preempted: it is computed again.
+
 What vLLM would preempt for want of blocks is parked too; only where the host has no room it is recomputed, as in vLLM.
 """
 

@@ -21,6 +21,7 @@ import pytest
 from tests.conftest import ROOT, free_port
 
 MODELS = ROOT / "deploy" / "demo" / "models"
+READY_S = 240  # at most: libraries of 2 GB may have to be read from a slow disk, by four processes at once
 AWAKE = {"scaling": {"idle": "never"}}
 DEPLOYMENTS = {"faq": AWAKE, "weather": AWAKE | {"tool_parser": "hermes"}, "poet": AWAKE}
 
@@ -51,7 +52,7 @@ class Platform:
         ]
         with (self.data.parent / f"{self.data.name}.up.log").open("a") as log:
             self.process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log, env=environment, text=True)
-        self.until(lambda: httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200, 90)
+        self.until(lambda: httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200, READY_S)
 
     def until(self, done: Any, timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -124,7 +125,7 @@ class Platform:
         body = {"name": name, "model": model or name, "tenant": tenant, "dtype": "float32", **spec}
         deployment = self.post("/api/v1/deployments", body)
         path = f"/api/v1/deployments/{deployment['id']}"
-        self.until(lambda: self.get(path).json()["status"]["phase"] in ("awake", "asleep", "failed"), 90)
+        self.until(lambda: self.get(path).json()["status"]["phase"] in ("awake", "asleep", "failed"), READY_S)
         return self.get(path).json()
 
     # ── the tenants' endpoints ────────────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,8 @@ import json
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,13 +19,14 @@ import pytest
 
 from deploy.demo.random_weights import write_random
 from store import wire
-from store.bus import Bus
+from store.bus import Bus, NoAnswer
 from tests.conftest import free_port
 from tests.e2e.conftest import Platform
 
 ARCHITECTURES = ("llama", "qwen3", "opt")
 RUNTIMES = 3
-TOKENS = 300
+TOKENS = 240
+EACH = 4  # streams of every model
 SILENCE_MOST_S = 90.0  # all runtimes may be on their way back at once, on two cores
 
 
@@ -35,6 +37,7 @@ class Fleet:
     platform: Platform
     models: list[str] = field(default_factory=list)
     tokens: int = 0  # delivered, of all streams
+    calm: dict[int, dict[tuple[str, int], list[int]]] = field(default_factory=dict)  # what streams say undisturbed
 
     @classmethod
     @contextlib.contextmanager
@@ -70,10 +73,34 @@ class Fleet:
             assert time.monotonic() < deadline, "the runtimes did not come back"
             await asyncio.sleep(0.3)
 
-    async def moved(self) -> int:
-        """Running requests that went from one runtime to another so far."""
+    async def moved(self) -> dict[str, int]:
+        """Running requests that went from each runtime to another since it was started."""
         gpus = await asyncio.to_thread(self.platform.get, "/api/v1/gpus")
-        return sum(gpu["moved"] for gpu in gpus.json()["data"])
+        return {gpu["id"]: gpu["moved"] for gpu in gpus.json()["data"]}
+
+    @contextlib.asynccontextmanager
+    async def moving(self, chance: random.Random) -> AsyncIterator[Counter[str]]:
+        """Requests of chance are told to move, all the time; counts those that did, by the runtime that they left."""
+        moves: Counter[str] = Counter()
+        task = asyncio.create_task(self._keep_moving(chance, moves))
+        yield moves
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _keep_moving(self, chance: random.Random, moves: Counter[str]) -> None:
+        last = await self.moved()
+        url = f"nats://127.0.0.1:{(self.platform.data / 'nats.port').read_text().strip()}"
+        async with Bus.connect(url, "test") as bus:
+            while True:
+                source, target = chance.sample([f"r{number}" for number in range(1, RUNTIMES + 1)], 2)
+                order = wire.Migrate(target=target, count=chance.randint(1, 3), term=1 << 62)  # before any scheduler's
+                with contextlib.suppress(NoAnswer):  # it was killed
+                    reply = wire.decode(wire.Reply, await bus.request(wire.migrate_subject(source), order, 1.0))
+                    assert reply.refusal is None, reply.reason
+                await asyncio.sleep(0.1)
+                now = await self.moved()
+                moves.update({id: count - last.get(id, 0) for id, count in now.items() if count > last.get(id, 0)})
+                last = now
 
     async def stream(self, model: str, number: int, **sampling: object) -> list[int]:
         """All tokens of one stream, to its end; fails on an error or a silence."""
@@ -107,6 +134,13 @@ class Fleet:
         async with asyncio.TaskGroup() as group:  # one that fails ends the others
             tasks = [group.create_task(job) for job in jobs]
         return dict(zip(asked, (task.result() for task in tasks), strict=True))
+
+    async def undisturbed(self, each: int) -> dict[tuple[str, int], list[int]]:
+        """What such streams say when nothing happens; asked once, and again never."""
+        await self.ready()
+        if each not in self.calm:
+            self.calm[each] = await self.streams(each)
+        return self.calm[each]
 
     async def past(self, tokens: int, streams: asyncio.Task[object]) -> bool:
         """Returns when so many were delivered; false when the streams ended before."""
@@ -143,28 +177,50 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield running
 
 
-async def test_kill_of_any_runtime_at_any_token_costs_no_stream(fleet: Fleet) -> None:
-    await fleet.ready()
-    undisturbed = await fleet.streams(4)
-    said, killed = await fleet.hurt(4, 6, random.Random(5), signal.SIGKILL)
-    assert killed == 6 and said == undisturbed
+async def test_streams_that_move_while_they_run_say_what_they_would_have_said(fleet: Fleet) -> None:
+    undisturbed = await fleet.undisturbed(EACH)
+    async with fleet.moving(random.Random(7)) as moves:
+        assert await fleet.streams(EACH) == undisturbed
+        await asyncio.sleep(1.5)  # the next lease
+    assert sum(moves.values()) >= 15
     await fleet.booked(fleet.tokens)
 
 
+async def test_prefill_on_one_runtime_and_decode_on_others_says_the_same(fleet: Fleet) -> None:
+    undisturbed = await fleet.undisturbed(EACH)
+    moved = sum((await fleet.moved()).values())
+    try:
+        for runtime, role in (("r1", "prefill"), ("r2", "decode"), ("r3", "decode")):
+            await asyncio.to_thread(fleet.platform.post, f"/api/v1/gpus/{runtime}:role", {"role": role})
+        await asyncio.sleep(1.5)  # the next lease
+        assert await fleet.streams(EACH) == undisturbed
+    finally:
+        for number in range(1, RUNTIMES + 1):
+            await asyncio.to_thread(fleet.platform.post, f"/api/v1/gpus/r{number}:role", {"role": "both"})
+    await asyncio.sleep(1.5)
+    assert sum((await fleet.moved()).values()) - moved >= len(undisturbed)  # all of them were handed on
+
+
 async def test_a_runtime_that_is_told_to_leave_ends_no_stream(fleet: Fleet) -> None:
-    await fleet.ready()
-    undisturbed = await fleet.streams(4)
-    said, told = await fleet.hurt(4, 2, random.Random(6), signal.SIGTERM)
+    undisturbed = await fleet.undisturbed(EACH)
+    said, told = await fleet.hurt(EACH, 2, random.Random(6), signal.SIGTERM)
     assert told == 2 and said == undisturbed
     await fleet.booked(fleet.tokens)
 
 
+async def test_kill_of_any_runtime_at_any_token_costs_no_stream(fleet: Fleet) -> None:
+    undisturbed = await fleet.undisturbed(EACH)
+    said, killed = await fleet.hurt(EACH, 6, random.Random(5), signal.SIGKILL)
+    assert killed == 6 and said == undisturbed
+    await fleet.booked(fleet.tokens)
+
+
+@pytest.mark.long
 async def test_a_frozen_device_or_runtime_costs_no_stream(fleet: Fleet) -> None:
     """SIGSTOP: a device whose step never ends, then a runtime that says nothing and wakes up again."""
-    await fleet.ready()
-    undisturbed = await fleet.streams(4)
+    undisturbed = await fleet.undisturbed(EACH)
     before = fleet.tokens
-    streams = asyncio.create_task(fleet.streams(4))
+    streams = asyncio.create_task(fleet.streams(EACH))
     assert await fleet.past(before + 200, streams)
     for device in fleet.platform.children("runtime.device")[:1]:
         device.suspend()
@@ -178,32 +234,10 @@ async def test_a_frozen_device_or_runtime_costs_no_stream(fleet: Fleet) -> None:
     await fleet.booked(fleet.tokens)
 
 
-async def test_streams_that_move_while_they_run_say_what_they_would_have_said(fleet: Fleet) -> None:
-    await fleet.ready()
-    undisturbed = await fleet.streams(4)
-    moved = await fleet.moved()
-    streams = asyncio.create_task(fleet.streams(4))
-    async with Bus.connect(
-        f"nats://127.0.0.1:{(fleet.platform.data / 'nats.port').read_text().strip()}", "test"
-    ) as bus:
-        chance = random.Random(7)
-        while not streams.done():
-            source, target = chance.sample([f"r{n}" for n in range(1, RUNTIMES + 1)], 2)
-            order = wire.Migrate(target=target, count=chance.randint(1, 3), term=1 << 62)  # before any scheduler's
-            reply = wire.decode(wire.Reply, await bus.request(wire.migrate_subject(source), order))
-            assert reply.refusal is None, reply.reason
-            await asyncio.sleep(0.1)
-    assert await streams == undisturbed
-    await asyncio.sleep(1.5)  # the next lease
-    assert await fleet.moved() - moved >= 20
-    await fleet.booked(fleet.tokens)
-
-
 @pytest.mark.long
 async def test_a_hundred_kills_cost_no_stream(tmp_path_factory: pytest.TempPathFactory) -> None:
     with Fleet.running(tmp_path_factory.mktemp("hundred"), models=6) as fleet:
-        await fleet.ready()
-        undisturbed = await fleet.streams(10)
+        undisturbed = await fleet.undisturbed(10)
         killed = seed = 0
         while killed < 100:
             seed += 1
@@ -211,3 +245,21 @@ async def test_a_hundred_kills_cost_no_stream(tmp_path_factory: pytest.TempPathF
             assert said == undisturbed
             killed += more
         await fleet.booked(fleet.tokens)
+
+
+@pytest.mark.long
+async def test_two_hundred_moves_amid_kills_cost_no_stream(fleet: Fleet) -> None:
+    """Also those whose source or target dies in the middle of the handshake."""
+    undisturbed = await fleet.undisturbed(EACH)
+    chance, kills = random.Random(8), 0
+    async with fleet.moving(chance) as moves:
+        while sum(moves.values()) < 200 or kills < 10:
+            streams = asyncio.create_task(fleet.streams(EACH))
+            before = fleet.tokens
+            for at in sorted(chance.randrange(TOKENS * len(undisturbed)) for _ in range(2)):
+                victim = fleet.platform.runtime(f"r{chance.randint(1, RUNTIMES)}")
+                if await fleet.past(before + at, streams) and victim is not None:
+                    victim.kill()
+                    kills += 1
+            assert await streams == undisturbed
+    await fleet.booked(fleet.tokens)

@@ -20,7 +20,7 @@ from gateway.fleet import Fleet
 from store import wire
 from store.bus import Bus
 from store.db import Database
-from store.wire import Attained, ModelState
+from store.wire import Attained, ModelState, Role
 from tests.conftest import NatsServer
 from tests.store.folders import SUPPORTED, write_model
 
@@ -73,6 +73,7 @@ class Plane:
         runtime: str = "r1",
         pool_bytes: int = 0,
         attainment: Mapping[str, Attained] | None = None,
+        role: Role = Role.BOTH,
     ) -> None:
         """What the runtime says of its models; returns when the gateway has heard it."""
         pages = dict(page_bytes=1 << 12, pages_total=pool_bytes >> 12)
@@ -80,6 +81,7 @@ class Plane:
             runtime=runtime,
             epoch=1,
             engine="test",
+            role=role,
             models=dict(states),
             attainment=dict(attainment or {}),
             **pages,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.fleet import COLDNESS, Coldness
-from store.wire import ModelState, Residency
+from store.wire import ModelState, Residency, Role
 from tests.gateway.plane import Plane
 
 
@@ -53,3 +53,12 @@ async def test_a_runtime_where_the_model_failed_is_not_chosen(plane: Plane) -> N
 def test_every_residency_but_failed_has_its_coldness() -> None:
     assert set(COLDNESS) == set(Residency) - {Residency.FAILED}
     assert COLDNESS[Residency.STAGED] is Coldness.HOST and COLDNESS[Residency.COLD] is Coldness.DISK
+
+
+async def test_prompts_go_to_who_computes_them_and_to_others_when_nobody_does(plane: Plane) -> None:
+    roles = {"r1": Role.DECODE, "r2": Role.PREFILL}
+    for runtime, role in roles.items():
+        busy = ModelState(residency=Residency.RESIDENT, running=40 if role is Role.PREFILL else 0)
+        await plane.report({"m": busy}, runtime, role=role)
+    assert plane.fleet.choose("m") == "r2"
+    assert plane.fleet.choose("m", avoid=frozenset({"r2"})) == "r1"

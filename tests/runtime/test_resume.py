@@ -50,7 +50,7 @@ def engines(random_models: dict[str, Path]) -> Iterator[dict[str, VllmEngine]]:
     build.close()
 
 
-def asked(kind: str, **more: Any) -> bytes:
+def asked(kind: str, salt: str = "", **more: Any) -> bytes:
     from vllm.sampling_params import StructuredOutputsParams
 
     sampling = {"max_tokens": 24, "ignore_eos": kind not in ("regex", "json"), **KINDS[kind], **more}
@@ -59,11 +59,11 @@ def asked(kind: str, **more: Any) -> bytes:
         structured = StructuredOutputsParams(**structure)
         structured._backend = "xgrammar"  # as vLLM's front half decides
         sampling["structured_outputs"] = structured
-    return payload(PROMPT, **sampling)
+    return payload(PROMPT, salt, **sampling)
 
 
-def say(engine: VllmEngine, kind: str, made: Sequence[int] = ()) -> list[Output]:
-    engine.add(RequestId("a"), asked(kind), made)
+def say(engine: VllmEngine, kind: str, made: Sequence[int] = (), salt: str = "") -> list[Output]:
+    engine.add(RequestId("a"), asked(kind, salt), made)
     return drive({"": engine}, random.Random(0))[RequestId("a")]
 
 
@@ -83,8 +83,8 @@ def test_what_was_made_and_what_comes_is_what_is_said_in_one_go(
     whole = say(engines[model], kind)
     said = tokens(whole)
     assert len(said) > 12 and len(set(said)) > 4, f"{said} proves nothing"
-    for cut in CUTS:
-        rest = say(engines[model], kind, said[:cut])
+    for cut, salt in [*((cut, f"{cut}") for cut in CUTS), (9, "")]:  # a salt of its own: no prefix is found
+        rest = say(engines[model], kind, said[:cut], salt)
         assert tokens(rest) == said[cut:], (cut, said)
         assert [(o.finish, o.stop_reason) for o in rest] == [(o.finish, o.stop_reason) for o in whole[cut:]]
         if kind == "logprobs":
