@@ -94,8 +94,9 @@ class Handover:
 
     @property
     def copying(self) -> bool:
-        """Whether something is to be looked at though nothing else happens."""
-        return bool(self._adopting) or any(going.staged is not None or going.left for going in self._going.values())
+        """Whether something is to be looked at even if nothing else happens."""
+        going = any(going.staged is not None or (going.left and not going.departed) for going in self._going.values())
+        return going or bool(self._adopting) or any(guest.taking for guest in self._coming.values())
 
     def command(self, command: Command) -> None:
         match command:

@@ -295,7 +295,7 @@ class Migrations:
         ask()
         answered = await _within(ANSWER_S, guest.answers)
         if answered is None:
-            return wire.Reply(refusal=Refusal.BUSY, reason=f"the device said nothing for {ANSWER_S:g} s")
+            return wire.Reply(refusal=Refusal.BUSY, reason=f"the target's device said nothing for {ANSWER_S:g} s")
         if answered.refusal:
             return wire.Reply(refusal=Refusal.BUSY, reason=answered.refusal)
         return wire.Reply()
