@@ -24,7 +24,7 @@ from tests.runtime.engines import asleep, awake, drive, payload, spec, tokens, u
 pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM, torch and transformers, not ours
 PAGE = 2 << 20
 POOL_PAGES, HOST_BYTES = 9, 256 << 20
-EXAMPLES, SWITCHES = 8, 130  # 1,040 in all
+EXAMPLES, EXAMPLES_LONG, SWITCHES = 3, 8, 130  # 390 in all, 1,040 in the long form
 OPEN_MOST = 6  # requests of one model
 
 SHAPES: dict[str, dict[str, Any]] = {  # a block of KV cache takes 256 to 768 KiB: a few to a page, some across two
@@ -175,6 +175,17 @@ class Run:
 @settings(max_examples=EXAMPLES, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
 def test_requests_say_what_they_say_alone_whatever_is_parked_and_whatever_fails(world: World, seed: int) -> None:
+    switch_about(world, seed)
+
+
+@pytest.mark.long
+@settings(max_examples=EXAMPLES_LONG, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32))
+def test_the_same_through_a_thousand_switches(world: World, seed: int) -> None:
+    switch_about(world, seed)
+
+
+def switch_about(world: World, seed: int) -> None:
     run = Run(world, random.Random(seed))
     actions = [run.arrive, run.abort, run.step, run.shrink, run.switch, run.fail_something]
     while run.switches < SWITCHES:
