@@ -216,6 +216,7 @@ async def test_kill_of_any_runtime_at_any_token_costs_no_stream(fleet: Fleet) ->
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 async def test_a_frozen_device_or_runtime_costs_no_stream(fleet: Fleet) -> None:
     """SIGSTOP: a device whose step never ends, then a runtime that says nothing and wakes up again."""
     undisturbed = await fleet.undisturbed(EACH)
@@ -235,6 +236,7 @@ async def test_a_frozen_device_or_runtime_costs_no_stream(fleet: Fleet) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 async def test_a_hundred_kills_cost_no_stream(tmp_path_factory: pytest.TempPathFactory) -> None:
     with Fleet.running(tmp_path_factory.mktemp("hundred"), models=6) as fleet:
         undisturbed = await fleet.undisturbed(10)
@@ -248,6 +250,7 @@ async def test_a_hundred_kills_cost_no_stream(tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 async def test_two_hundred_moves_amid_kills_cost_no_stream(fleet: Fleet) -> None:
     """Also those whose source or target dies in the middle of the handshake."""
     undisturbed = await fleet.undisturbed(EACH)
