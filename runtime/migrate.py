@@ -35,6 +35,7 @@ log = structlog.get_logger()
 ANSWER_S = 5.0  # for everything that the device is asked
 REPLY_S = 8.0  # for everything that the other side is asked
 COMMIT_TRIES = 3
+AT_ONCE = 8  # moves from one runtime
 LANDED_S = 60.0  # then what lies in the host cache is given up: the target is no more
 COMING_S = 30.0  # an offer that is not committed is forgotten
 FORWARD_S = 30.0  # a gateway may cancel a stream here that it does not know has moved
@@ -100,6 +101,7 @@ class Migrations:
 
     def __init__(self, bus: Bus, host: Host) -> None:
         self._bus, self._host = bus, host
+        self._slots = asyncio.Semaphore(AT_ONCE)
         self._numbers = itertools.count(1)
         self._going: dict[str, asyncio.Queue[FromDevice]] = {}
         self._landing: dict[str, asyncio.Event] = {}
@@ -125,7 +127,11 @@ class Migrations:
     # ── going ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def move(self, gateway: str, number: int, target: str) -> None:
-        """Raises NotMoved: then it goes on here."""
+        """When its turn comes, of AT_ONCE at a time. Raises NotMoved: then it goes on here."""
+        async with self._slots:
+            await self._move(gateway, number, target)
+
+    async def _move(self, gateway: str, number: int, target: str) -> None:
         stream, device = self._host.stream(gateway, number), self._host.device()
         if stream is None or stream.moving or device is None:
             raise NotMoved("it is not here, or moves already")
@@ -137,8 +143,8 @@ class Migrations:
             device.send(pipe.MoveOut(move, gateway, number))
             departure = await self._stage(move, target, queue, device)
             reply = await self._committed(move, target, departure, device)
-        except NotMoved as error:
-            log.info("migrate.stayed", move=move, target=target, reason=str(error))
+        except BaseException as error:  # it may be called off by a drain whose time is up
+            log.info("migrate.stayed", move=move, target=target, reason=str(error) or type(error).__name__)
             await self._publish(wire.call_off_subject(target), wire.CallOff(move=move))
             raise
         finally:
@@ -247,27 +253,26 @@ class Migrations:
 
     async def _offered(self, data: bytes) -> wire.Reply:
         offer, device = wire.decode(wire.Offer, data), self._host.device()
-        now = time.monotonic()
-        self._guests = {move: guest for move, guest in self._guests.items() if self._waits_for(guest, now)}
         if refusal := self._host.refusal(offer.run):
             return refusal
         assert device is not None
         if offer.host_cache != self._host.host_cache_id:
             reason = f"runtime {self._host.id} is on another host than {offer.source}"
             return wire.Reply(refusal=Refusal.BUSY, reason=reason)
-        guest = self._guests[offer.move] = Guest(offer, now)
+        guest = self._guests[offer.move] = Guest(offer, time.monotonic())
         reply = await self._answer(guest, lambda: device.send(pipe.Coming(offer.move, offer.run, offer.tokens)))
         if reply.refusal is not None:
             del self._guests[offer.move]
             device.send(pipe.NotComing(offer.move))  # it may only have been slow to say yes
         return reply
 
-    def _waits_for(self, guest: Guest, now: float) -> bool:
-        if now - guest.at < COMING_S:
-            return True
-        if guest.committed is None and (device := self._host.device()):
-            device.send(pipe.NotComing(guest.offer.move))
-        return False
+    def sweep(self, now: float) -> None:
+        """Those that were offered long ago do not come any more: who offered them is gone."""
+        late = [move for move, guest in self._guests.items() if guest.committed is None and now - guest.at > COMING_S]
+        for move in late:
+            del self._guests[move]
+            if device := self._host.device():
+                device.send(pipe.NotComing(move))
 
     async def _blocks(self, data: bytes) -> wire.Reply:
         blocks, device = wire.decode(wire.Blocks, data), self._host.device()

@@ -21,7 +21,7 @@ import uvloop
 
 from runtime import pipe
 from runtime.config import RuntimeSettings
-from runtime.migrate import Migrations, NotMoved, Stream
+from runtime.migrate import AT_ONCE, Migrations, NotMoved, Stream
 from runtime.ring import Ring
 from runtime.stepping import Stepping
 from store import observe, wire
@@ -35,7 +35,6 @@ HEARTBEAT_PERIOD_S = 0.5
 GATEWAY_SILENCE_S = 2.0  # then its streams are cancelled
 STREAMS_MOST = 4096  # open at once; more are refused as BUSY
 HAND_ON_PAUSE_S = 0.25  # between two tries to hand a stream on
-MOVED_AT_ONCE = 8  # streams, when all are to go
 RESTART_PAUSE_S = 0.2
 RING_KEPT_S = 60.0  # after the gateway's last sign
 
@@ -252,7 +251,7 @@ class Node:
     async def _move_all(self) -> None:
         """To whoever can take them, until none is left; those that can't move just now are tried again."""
         while True:
-            movable = [named for named in self._movable() if self._target(*named)][:MOVED_AT_ONCE]
+            movable = [named for named in self._movable() if self._target(*named)][:AT_ONCE]
             await asyncio.gather(*(self._move_off(*named) for named in movable), asyncio.sleep(0.05))
 
     async def _move_off(self, gateway: str, number: int) -> None:
@@ -451,6 +450,7 @@ class Node:
         while True:
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
             now = time.monotonic()
+            self._migrations.sweep(now)
             for gateway_id, gateway in list(self._gateways.items()):
                 if not self._bus.connected:
                     gateway.heard_at = now

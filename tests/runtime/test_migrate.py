@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -258,6 +259,29 @@ async def test_a_cancel_that_comes_to_the_old_place_is_passed_on(nodes: Nodes) -
     await one.migrations.move("g", 5, "r2")
     await one.migrations.forward(wire.Cancel(gateway="g", streams=[4, 5]))
     await soon(lambda: two.cancelled == [5])
+
+
+async def test_an_offer_of_a_runtime_that_died_is_forgotten(nodes: Nodes) -> None:
+    one, two = nodes
+    offer = wire.Offer(move="m", source="r1", host_cache="cache", run=RUN, tokens=7)
+    assert wire.decode(wire.Reply, await one._bus.request(wire.offer_subject("r2"), offer)).refusal is None
+    two.migrations.sweep(time.monotonic())
+    assert two.played.got(pipe.NotComing) == 0
+    two.migrations.sweep(time.monotonic() + migrate_module.COMING_S + 1)
+    assert two.played.got(pipe.NotComing) == 1
+    commit = wire.Commit(move="m", departure=wire.Departure(MADE, 6, HOST_BLOCKS, b""))
+    late = wire.decode(wire.Reply, await one._bus.request(wire.commit_subject("r2"), commit))
+    assert "not known here" in late.reason and not two.streams
+
+
+async def test_a_move_that_is_broken_off_is_called_off(nodes: Nodes) -> None:
+    one, two = nodes
+    one.played.fault = (pipe.MoveOut, "silent")
+    moving = asyncio.create_task(one.migrations.move("g", 5, "r2"))
+    await soon(lambda: two.played.got(pipe.Coming) == 1 and one.played.got(pipe.MoveOut) == 1)
+    moving.cancel()
+    await soon(lambda: two.played.got(pipe.NotComing) == 1)
+    assert list(one.streams) == [("g", 5)] and not one.streams["g", 5].moving
 
 
 async def test_one_request_moves_once_at_a_time(nodes: Nodes) -> None:
