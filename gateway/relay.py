@@ -50,9 +50,7 @@ class Stream:
     sink: Sink
     epoch: int = 0  # of the runtime that took it; 0: not answered yet
     next_at: int = 0  # index of the token that comes next
-    ahead: list[tuple[Frame, Delta]] = field(
-        default_factory=list
-    )  # from where it moves to, before we know that it does
+    ahead: list[tuple[Frame, Delta]] = field(default_factory=list)  # from runtimes that it has not reached yet
 
 
 @dataclass(slots=True)
@@ -133,7 +131,9 @@ class Relay:
         source = self._sources.setdefault(stream.runtime, Source(time.monotonic()))
         source.heard_at = time.monotonic()
         stream.epoch = epoch
-        if source.epoch != epoch:
+        if epoch < source.epoch:  # it was restarted since it said so
+            self._lose([stream], "the runtime was restarted")
+        elif source.epoch != epoch:
             self._begin_epoch(stream.runtime, source, epoch, seq + 1)
             self._drain(source)
 
@@ -199,10 +199,11 @@ class Relay:
     def _follow(self, stream: Stream, to: wire.Moved) -> None:
         """It goes on at another runtime, which may have said something already."""
         stream.runtime = to.runtime
-        ahead, stream.ahead = stream.ahead, []
+        ahead = [(frame, delta) for frame, delta in stream.ahead if frame.runtime == to.runtime]
+        stream.ahead = [(frame, delta) for frame, delta in stream.ahead if frame.runtime != to.runtime]
         self._meet(stream, to.epoch, to.seq)
         for frame, delta in ahead:
-            if frame.runtime == to.runtime and frame.epoch == to.epoch:
+            if frame.epoch == to.epoch:
                 self._apply(wire.replace(frame, deltas=[delta]))
 
     def _disown(self, runtime: str, deltas: list[Delta]) -> None:

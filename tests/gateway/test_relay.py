@@ -309,6 +309,37 @@ async def test_what_comes_from_there_before_the_last_from_here_waits_for_it(
         assert other.tokens == [9] * known
 
 
+async def test_a_stream_that_moves_on_before_its_first_move_is_known_loses_nothing(nats_server: NatsServer) -> None:
+    async with moving(nats_server) as (relay, one, two, heard), Bus.connect(nats_server.url, "third") as bus:
+        three = ScriptedRuntime(bus, epoch=9, id="r3")
+        await three.start()
+        for number, runtime in enumerate((two, three), 2):  # both are known to the relay
+            await relay.run(runtime.id, run(number), Heard())
+        began = two.ring.last
+        await three.make(1, 4, [5])
+        await three.make(1, 5, [6], Finish.STOP)
+        await two.make(1, 3, [4])
+        await two.make(1, 4, [], moved=wire.Moved("r3", 9, 0))
+        await asyncio.sleep(0.2)
+        await one.make(1, 2, [3])
+        await one.make(1, 3, [], moved=wire.Moved("r2", 7, began))
+        assert (await heard.until_end()).finish is Finish.STOP
+        assert heard.tokens == [1, 2, 3, 4, 5, 6]
+        three.stop()
+
+
+async def test_a_move_to_a_runtime_that_was_restarted_since_is_lost_and_nothing_else(nats_server: NatsServer) -> None:
+    async with moving(nats_server) as (relay, one, two, heard):
+        other = Heard()
+        two.epoch = 8
+        await relay.run("r2", run(2), other)
+        await one.make(1, 2, [], moved=wire.Moved("r2", 7, 0))
+        end = await heard.until_end()
+        assert end.finish is Finish.LOST and "restarted" in end.error
+        await two.make(2, 0, [9], Finish.STOP)
+        assert (await other.until_end()).finish is Finish.STOP and other.tokens == [9]
+
+
 async def test_the_first_frames_from_there_can_be_repaired_too(nats_server: NatsServer) -> None:
     async with moving(nats_server) as (_, one, two, heard):
         began = two.ring.last
