@@ -106,7 +106,7 @@ class Device:
         self._state_at, self._moves = 0.0, 0  # when, and the instance's count then
         self._quit = False
         self._handover = Handover(
-            self.instance, self._ask, self._hear, pipe.send, self._send_made, partial(_departed, clock)
+            self.instance, self._engines, self._ask, self._hear, pipe.send, self._send_made, partial(_departed, clock)
         )
 
     def run(self) -> None:

@@ -8,7 +8,7 @@ is missing is copied when its engine gets it. If all fails it is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -67,7 +67,7 @@ class Guest:
     model: ModelKey
     run: wire.Run
     tokens: int
-    expected: bool = False  # its engine takes blocks
+    expects: Engine | None = None  # that takes its blocks
     taken: int = 0  # blocks
     taking: bool = False  # being copied: to be answered when they are there
     departure: wire.Departure | None = None  # it is ours, and waits for its engine
@@ -75,18 +75,22 @@ class Guest:
 
 
 class Handover:
-    """`ask` lets a model's engine do something and hears what comes of it; `flush` sends the tokens made so far."""
+    """`engines` are the device's; `ask` lets a model's engine do something and hears what comes of it; `flush` sends
+    the tokens made so far.
+    """
 
     def __init__(
         self,
         instance: Instance,
+        engines: Mapping[ModelKey, Engine],
         ask: Callable[[ModelKey, Act], None],
         hear: Callable[[Event], None],
         send: Callable[[ToNode], None],
         flush: Callable[[], None],
         arrive: Callable[[wire.Run, wire.Departure], Request],
     ) -> None:
-        self._instance, self._ask, self._hear = instance, ask, hear
+        self._instance, self._engines = instance, engines
+        self._ask, self._hear = ask, hear
         self._send, self._flush, self._arrive = send, flush, arrive
         self._going: dict[str, Going] = {}
         self._coming: dict[str, Guest] = {}
@@ -115,7 +119,7 @@ class Handover:
                 self._expect(command)
             case Take(move, first, host):
                 if coming := self._coming.get(move):
-                    self._ask(coming.model, partial(self._take, move, coming, first, host))
+                    self._take(move, coming, first, host)
                 else:
                     self._send(Answered(move, "it is not expected here"))
             case Adopt(move, departure):
@@ -139,7 +143,9 @@ class Handover:
             if coming.departure is not None and self._instance.requests.owner(coming.id) is None:
                 self._forget(coming)
                 self._landed(move)
-            elif coming.taking or coming.adopted:
+                continue
+            self._check_engine(move, coming)
+            if coming.taking or coming.adopted:
                 self._ask(coming.model, partial(self._look_at_coming, move, coming))
 
     # ── going ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -224,19 +230,36 @@ class Handover:
 
     def _expect_in(self, move: str, coming: Guest, engine: Engine) -> Event:
         try:
-            coming.expected = engine.expect(coming.id, coming.run.payload, coming.tokens)
+            if engine.expect(coming.id, coming.run.payload, coming.tokens):
+                coming.expects = engine
             self._send(Answered(move))
         except BadRequest as error:
             del self._coming[move]
             self._send(Answered(move, str(error)))
         return Told(coming.model, engine.held())
 
-    def _take(self, move: str, coming: Guest, first: int, host: list[int], engine: Engine) -> Event:
-        if coming.expected and first == coming.taken and engine.receive(coming.id, first, host):
+    def _check_engine(self, move: str, coming: Guest) -> None:
+        """An engine that was closed meanwhile has nothing of what it took."""
+        if coming.expects is None or coming.expects is self._engines.get(coming.model):
+            return
+        coming.expects, coming.taken, coming.adopted = None, 0, False
+        if coming.taking:
+            coming.taking = False
+            self._send(Answered(move))
+
+    def _take(self, move: str, coming: Guest, first: int, host: list[int]) -> None:
+        self._check_engine(move, coming)
+        if coming.expects is not None and first == coming.taken:
+            self._ask(coming.model, partial(self._take_in, move, coming, host))
+        else:
+            self._send(Answered(move))  # they will be read when it has an engine that has room
+
+    def _take_in(self, move: str, coming: Guest, host: list[int], engine: Engine) -> Event:
+        if engine.receive(coming.id, coming.taken, host):
             coming.taken += len(host)
             coming.taking = True
         else:
-            self._send(Answered(move))  # they will be read when it has an engine that has room
+            self._send(Answered(move))
         return Told(coming.model, engine.held())
 
     def _look_at_coming(self, move: str, coming: Guest, engine: Engine) -> Event | None:
@@ -246,7 +269,7 @@ class Handover:
         except EngineError as error:
             log.warning("handover.not_received", model=coming.model, error=str(error))
             engine.abort([coming.id])
-            coming.expected, coming.taken = False, 0
+            coming.expects, coming.taken = None, 0
         if coming.taking:
             coming.taking = False
             self._send(Answered(move))
@@ -271,10 +294,10 @@ class Handover:
         run, departure = coming.run, coming.departure
         assert departure is not None
         try:
-            if not coming.expected:
+            if coming.expects is not engine:
                 tokens = run.prompt_tokens + len(departure.made)
-                coming.expected, coming.taken = engine.expect(id, run.payload, tokens), 0
-            if coming.expected and engine.receive(id, coming.taken, departure.host[coming.taken :]):
+                coming.expects, coming.taken = engine if engine.expect(id, run.payload, tokens) else None, 0
+            if coming.expects and engine.receive(id, coming.taken, departure.host[coming.taken :]):
                 engine.adopt(id, departure)
                 coming.adopted = True
                 return Told(coming.model, engine.held())
@@ -289,7 +312,7 @@ class Handover:
         return Told(coming.model, engine.held())
 
     def _forget(self, coming: Guest) -> None:
-        if coming.expected and not coming.adopted:
+        if coming.expects is not None and coming.expects is self._engines.get(coming.model) and not coming.adopted:
             self._ask(coming.model, partial(_abort, coming))
 
     def _landed(self, move: str) -> None:
