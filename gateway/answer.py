@@ -13,6 +13,7 @@ import time
 import msgspec
 from starlette.types import Message, Send
 
+from gateway.errors import Problem, openai_error
 from gateway.front import Served
 from gateway.meter import Meter
 
@@ -20,6 +21,8 @@ KEEP_ALIVE_S = 5.0  # a streaming client that has heard nothing hears an SSE com
 SEND_DEADLINE_S = 60.0  # a client that reads nothing for so long is dropped
 _ERROR = b'data: {"error"'
 _DONE = b"data: [DONE]"
+# Clients read a finish reason that they know; this comment of the stream says which limit it was.
+EXHAUSTED = b": x-staccato-finish: budget_exhausted\n\n"
 
 
 class _Error(msgspec.Struct):
@@ -41,17 +44,32 @@ class Answer:
         self._head: Message | None = None  # held back
         self._began_at = time.monotonic()
         self._dropping = False  # an error was sent: nothing may follow
+        self._named = False  # why it ends, in a stream
         self._sending_since: float | None = None  # monotonic; while a send has not come back
         self.started = self.failed = False
 
     async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
+        if self._served.refused is not None and not self.started:
+            await self._refuse(self._served.refused)
+        elif self._dropping:
+            return
+        elif message["type"] == "http.response.start":
             self._head = message
             kind = dict(message["headers"]).get(b"content-type", b"")
             self._served.streaming = kind.startswith(b"text/event-stream")
             self.failed = message["status"] >= 400
         elif message["type"] == "http.response.body":
             await (self._event(message) if self._served.streaming else self._whole(message))
+
+    async def _refuse(self, problem: Problem) -> None:
+        """In our words, whatever vLLM made of it."""
+        self.failed = self._dropping = True
+        body = msgspec.json.encode(openai_error(problem))
+        fields = {"content-type": "application/json", "content-length": str(len(body)), **problem.headers}
+        headers = [(name.encode(), value.encode()) for name, value in fields.items()]
+        self._head = {"type": "http.response.start", "status": problem.status, "headers": headers}
+        await self._start()
+        await self._out(body, False)
 
     async def _event(self, message: Message) -> None:
         """One server-sent event, or the end of them."""
@@ -65,6 +83,9 @@ class Answer:
             body = b""
         if self._dropping or not (body or not more):
             return
+        if self._served.exhausted and not self._named:
+            self._named = True
+            body = EXHAUSTED + body
         await self._start()
         await self._out(body, more)
 
@@ -100,6 +121,10 @@ class Answer:
         headers = {**self._headers, "x-staccato-queue-ms": str(waited_ms)}
         if headers["x-staccato-cold"] != "none":
             headers["x-staccato-wake-ms"] = str(waited_ms)
+        if self._served.admission is not None:
+            headers |= self._served.admission.headers()
+        if self._served.exhausted and not self._served.streaming:
+            headers["x-staccato-finish"] = "budget_exhausted"
         if self._served.streaming and not self.failed:
             headers["x-accel-buffering"] = "no"
         extra = [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -162,8 +162,15 @@ def etag(version: int) -> str:
     return f'"{version}"'
 
 
-def endpoint(act: Act, database: Database, auth: Auth, admin: bool = False) -> Callable[[Request], Awaitable[Response]]:
-    """`act` for those who may: the operator, and unless `admin` a tenant's key with the scope control."""
+def endpoint(
+    act: Act,
+    database: Database,
+    auth: Auth,
+    admin: bool = False,
+    shown: Callable[[Problem, str], Response] = problem_response,
+) -> Callable[[Request], Awaitable[Response]]:
+    """`act` for those who may: the operator, and unless `admin` a tenant's key with the scope control. `shown`: how
+    a problem is said."""
 
     async def serve(request: Request) -> Response:
         id = getattr(request.state, "request_id", None) or new_id()
@@ -171,12 +178,12 @@ def endpoint(act: Act, database: Database, auth: Auth, admin: bool = False) -> C
             caller = await _caller(request, auth, admin)
             response = await act(Call(request, caller, id, database, auth))
         except (Problem, DatabaseError, Taken) as error:
-            return problem_response(_problem(error, id), id)
+            return shown(_problem(error, id), id)
         except Disconnected:
             return Response(status_code=400)  # nobody reads it
         except Exception:
             log.exception("control.failed", request=id, path=request.url.path)
-            return problem_response(Problem(500, "internal_error", "our mistake: quote the request_id"), id)
+            return shown(Problem(500, "internal_error", "our mistake: quote the request_id"), id)
         response.headers["x-request-id"] = id
         return response
 
@@ -263,6 +270,13 @@ def time_text(us: int | None) -> str | None:
 
 def time_us(moment: datetime) -> int:
     return round((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1e6)
+
+
+def month(pointer: str, said: str | None) -> str:
+    """Raises Problem."""
+    if said is None or not re.fullmatch(r"[1-9]\d{3}-(0[1-9]|1[0-2])", said):
+        raise invalid(pointer, f"{said or ''!r} is not a month like 2026-11")
+    return said
 
 
 def one_of(pointer: str, value: str | None, known: Iterable[str]) -> None:

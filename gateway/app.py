@@ -20,14 +20,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from gateway import organization
 from gateway.auth import Auth
 from gateway.config import Settings, SettingsError, admin_key, load, pepper
 from gateway.control import Control, Engines
 from gateway.fleet import Fleet
 from gateway.front import Deps, Fronts, reasoning_parsers, supported_architectures, tool_parsers
-from gateway.inference import Inference, Limits
+from gateway.inference import Bounds, Inference
 from gateway.limits import protocol
 from gateway.meter import Meter
+from gateway.quotas import Quotas
 from gateway.relay import Relay
 from store import observe
 from store.bus import Bus, BusError
@@ -46,7 +48,8 @@ class Gateway:
     rest: Starlette
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(("/v1/", "/t/")):
+        path = scope.get("path", "")
+        if path.startswith(("/v1/", "/t/")) and scope["type"] == "http" and not path.endswith(organization.PATH):
             await self.inference(scope, receive, send)
         else:
             await self.rest(scope, receive, send)
@@ -64,18 +67,21 @@ async def assembled(settings: Settings) -> AsyncIterator[Gateway]:
         fleet, relay, meter = Fleet(bus), Relay(bus, gateway_id), Meter(bus, settings.data / "gateway.journal")
         engines = Engines(supported_architectures(), tool_parsers(), reasoning_parsers())
         control = Control(database, auth, fleet, engines, tuple(settings.model_roots))
-        limits = Limits(settings.body_limit_bytes, settings.body_deadline_s, settings.hold_deadline_s)
+        quotas = Quotas(bus, database, gateway_id)
+        bounds = Bounds(settings.body_limit_bytes, settings.body_deadline_s, settings.hold_deadline_s)
         fronts = Fronts(Deps(relay, fleet, meter, gateway_id))
-        inference = Inference(auth, fleet, fronts, meter, limits, secret)
+        inference = Inference(auth, fleet, fronts, meter, quotas, bounds, secret)
         await fleet.start()
         await relay.start()
         await meter.start()
+        await quotas.start()
         try:
             async with control.running():
                 health = Health(database, bus, fleet, settings.runtimes)
                 yield Gateway(inference, Starlette(routes=[*control.routes(), *health.routes()]))
         finally:
             relay.stop()
+            await quotas.stop()
             await meter.stop()
 
 

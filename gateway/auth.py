@@ -29,6 +29,7 @@ class Caller:
     tenant: str | None
     key_id: str | None
     scopes: frozenset[str]
+    limits: tenants.Limits = tenants.NO_LIMITS
 
     @property
     def admin(self) -> bool:
@@ -59,7 +60,7 @@ class Auth:
         key = await self._keys.get(mac, lambda: self._find_key(mac))
         if key is None or (key.expires_us is not None and key.expires_us <= self._now()):
             return None
-        return Caller(key.tenant_id, key.tenant, key.id, key.scopes)
+        return Caller(key.tenant_id, key.tenant, key.id, key.scopes, key.limits)
 
     async def within(self, caller: Caller, tenant: str) -> Caller | None:
         """The caller on the ground of this tenant: a key of its own, or the operator. None for everybody else."""
@@ -69,7 +70,7 @@ class Auth:
             return None
         async with self._database.read() as connection:
             found = await tenants.tenant(connection, tenant)
-        return Caller(found.id, found.name, None, caller.scopes) if found else None
+        return Caller(found.id, found.name, None, caller.scopes, found.limits) if found else None
 
     async def deployment(self, tenant_id: str, name: str) -> Target | None:
         """What serves `name` or `name@revision` of this tenant; None: it has no such thing. Raises DatabaseError."""

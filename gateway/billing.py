@@ -1,39 +1,50 @@
-"""Prices, usage and the bill, as the control plane takes and shows them."""
+"""Prices, usage, the bill and its corrections, as the control plane takes and shows them."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated
 
 from msgspec import Meta
 from sqlalchemy.ext.asyncio import AsyncConnection
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
-from gateway.api import Answer, Body, Call, one_of, time_text, time_us
-from gateway.errors import invalid
-from store import billing, models, tenants, usage
-from store.billing import Line, Price
+from gateway.api import Answer, Body, Call, month, one_of, time_text, time_us
+from gateway.errors import Problem, invalid
+from store import bill, billing, models, tenants, usage
+from store.bill import Correction
+from store.billing import EXACT_PLACES, PICO_PLACES, Price
 from store.db import now_us
 
-Pico = Annotated[int, Meta(ge=0, le=10**15)]  # of one token
+Pico = Annotated[int, Meta(ge=0, le=10**15)]
+Currency = Annotated[str, Meta(pattern=r"^[A-Z]{3}$")]
 
 
 class NewPrice(Body, frozen=True):
-    """Per token, in 1e-12 of the currency: 2 USD for a million tokens are 2_000_000."""
+    """In 1e-12 of the currency: 2 USD for a million tokens are 2_000_000, 3.60 USD for a GPU-hour are 10**9."""
 
-    prompt_pico: Pico
+    prompt_pico: Pico  # of a token
     output_pico: Pico
     cached_pico: Pico | None = None  # None: as other prompt tokens
-    currency: Annotated[str, Meta(pattern=r"^[A-Z]{3}$")] = "USD"
+    gpu_s_pico: Pico = 0  # of a second of device steps
+    switch_s_pico: Pico = 0  # of a second of its model's way to the device
+    cache_gb_s_pico: Pico = 0  # of 10**9 bytes of the host cache for a second
+    kv_gb_s_pico: Pico = 0  # of 10**9 bytes of the device's KV cache for a second
+    currency: Currency = "USD"
     tenant: str | None = None  # None: for every tenant
     model: str | None = None  # None: for every model
     valid_from: Annotated[datetime, Meta(tz=True)] | None = None  # None: from now on
+
+
+class NewCorrection(Body, frozen=True):
+    """On the bill that is open now, whatever it corrects: -1250 are 12.50 USD for the tenant."""
+
+    tenant: str
+    amount_minor: Annotated[int, Meta(ge=-(10**15), le=10**15)]  # minor units of the currency; negative: a credit
+    reason: Annotated[str, Meta(min_length=1, max_length=500)]
+    currency: Currency = "USD"
+    corrects: str | None = None  # the bill that it is about, as 2026-10; None: the open one
 
 
 # ── prices ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -41,7 +52,9 @@ class NewPrice(Body, frozen=True):
 
 async def create_price(call: Call) -> Response:
     body = await call.body(NewPrice)
-    cached_pico = body.prompt_pico if body.cached_pico is None else body.cached_pico
+    rates = {name: getattr(body, name) for name in billing.RATES}
+    if body.cached_pico is None:
+        rates["cached_pico"] = body.prompt_pico
 
     async def deed(connection: AsyncConnection) -> Answer:
         tenant_id, model_id = await _for_whom(connection, body)
@@ -49,8 +62,7 @@ async def create_price(call: Call) -> Response:
         valid_from_us = time_us(body.valid_from) if body.valid_from else now
         if valid_from_us < now:
             raise invalid("/valid_from", "it is in the past: what is booked keeps its price")
-        pico = (body.prompt_pico, cached_pico, body.output_pico)
-        price = await billing.add_price(connection, tenant_id, model_id, body.currency, pico, valid_from_us, now)
+        price = await billing.add_price(connection, tenant_id, model_id, body.currency, rates, valid_from_us, now)
         await call.record(connection, "price.created", price.id, tenant_id)
         return Answer(201, show_price(price))
 
@@ -59,14 +71,18 @@ async def create_price(call: Call) -> Response:
 
 async def _for_whom(connection: AsyncConnection, body: NewPrice) -> tuple[str | None, str | None]:
     """Ids of the tenant and the model. Raises Problem."""
-    tenant = await tenants.tenant(connection, body.tenant) if body.tenant else None
-    if body.tenant and tenant is None:
-        raise invalid("/tenant", f"there is no tenant {body.tenant!r}")
-    tenant_id = tenant.id if tenant else None
+    tenant_id = await _tenant_id(connection, body.tenant) if body.tenant else None
     model = await models.find(connection, tenant_id, body.model) if body.model else None
     if body.model and model is None:
         raise invalid("/model", f"there is no model {body.model!r}")
     return tenant_id, model.id if model else None
+
+
+async def _tenant_id(connection: AsyncConnection, name: str) -> str:
+    tenant = await tenants.tenant(connection, name)
+    if tenant is None:
+        raise invalid("/tenant", f"there is no tenant {name!r}")
+    return tenant.id
 
 
 async def list_prices(call: Call) -> Response:
@@ -80,9 +96,7 @@ def show_price(price: Price) -> dict[str, object]:
         "tenant_id": price.tenant_id,
         "model_id": price.model_id,
         "currency": price.currency,
-        "prompt_pico": price.prompt_pico,
-        "cached_pico": price.cached_pico,
-        "output_pico": price.output_pico,
+        **{name: getattr(price, name) for name in billing.RATES},
         "valid_from": time_text(price.valid_from_us),
         "created_at": time_text(price.created_us),
     }
@@ -121,47 +135,53 @@ def _moment(call: Call, name: str, default_us: int) -> int:
 
 
 def show_total(total: usage.Total) -> dict[str, object]:
+    """Money is exact; the device's side is for people to look at, the bill has it in full."""
+    counts = total.counts
     return total.group | {
         "requests": total.requests,
-        "prompt_tokens": total.prompt_tokens,
-        "cached_tokens": total.cached_tokens,
-        "output_tokens": total.output_tokens,
-        "amount": billing.decimal(total.amount_pico),
+        "prompt_tokens": counts.prompt_tokens,
+        "cached_tokens": counts.cached_tokens,
+        "output_tokens": counts.output_tokens,
+        "gpu_ms": counts.gpu_us / 1e3,
+        "switch_ms": counts.switch_us / 1e3,
+        "cache_gb_s": counts.cache_byte_s / 1e9,
+        "kv_gb_s": counts.kv_byte_s / 1e9,
+        "amount": billing.decimal(total.amount, EXACT_PLACES, PICO_PLACES),
         "currency": total.currency or None,
     }
 
 
-# ── the bill ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── corrections ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def export(call: Call) -> Response:
-    period = call.query("period") or ""
-    if not re.fullmatch(r"[1-9]\d{3}-(0[1-9]|1[0-2])", period):
-        raise invalid("?period", f"{period!r} is not a month like 2026-11")
-    kind = call.query("format") or "csv"
-    one_of("?format", kind, ("csv", "jsonl"))
+async def create_correction(call: Call) -> Response:
+    """A row of its own: what is booked and what was billed stays as it is."""
+    body = await call.body(NewCorrection)
+    if "idempotency-key" not in call.request.headers:
+        detail = "a correction that is sent twice would be paid twice: send an Idempotency-Key"
+        raise Problem(400, "idempotency_key_missing", detail)
+    if body.amount_minor == 0:
+        raise invalid("/amount_minor", "it is 0: a credit is negative, a debit is positive")
+
+    async def deed(connection: AsyncConnection) -> Answer:
+        now = now_us()
+        if body.corrects is not None and month("/corrects", body.corrects) > usage.period_of(now):
+            raise invalid("/corrects", f"{body.corrects} has not begun")
+        tenant_id = await _tenant_id(connection, body.tenant)
+        about = (body.corrects, body.currency, body.amount_minor, body.reason)
+        made = await bill.correct(connection, tenant_id, *about, now)
+        await call.record(connection, "billing.corrected", made.id, tenant_id, f"{made.amount_minor} {made.currency}")
+        return Answer(201, show_correction(made))
+
+    return await call.once(deed)
+
+
+async def list_corrections(call: Call) -> Response:
     tenant_id = await call.tenant_id()
     async with call.database.read() as connection:
-        lines = await billing.lines(connection, period, tenant_id)
-    text, media_type = (_csv(lines), "text/csv") if kind == "csv" else (_jsonl(lines), "application/jsonl")
-    headers = {
-        "content-disposition": f'attachment; filename="staccato-{period}.{kind}"',
-        "x-staccato-period": "closed" if usage.is_closed(period, now_us()) else "open",
-    }
-    return StreamingResponse(text, headers=headers, media_type=media_type)
+        return call.page(await bill.listed(connection, tenant_id, call.after, call.limit + 1), show_correction)
 
 
-def _csv(lines: Iterable[Line]) -> Iterator[str]:
-    yield _row([field.name for field in fields(Line)])
-    for line in lines:
-        yield _row(list(asdict(line).values()))
-
-
-def _row(values: list[str | int]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(values)
-    return text.getvalue()
-
-
-def _jsonl(lines: Iterable[Line]) -> Iterator[str]:
-    return (json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in lines)
+def show_correction(correction: Correction) -> dict[str, object]:
+    shown: dict[str, object] = asdict(correction)
+    return shown | {"created_at": time_text(shown.pop("created_us"))}  # type: ignore[arg-type]

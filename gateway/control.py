@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway import billing, deployments, metrics, models, tenants
+from gateway import billing, deployments, metrics, models, organization, runtimes, tenants
 from gateway.api import Act, Call, endpoint
 from gateway.auth import Auth
 from gateway.deployments import Serving
-from gateway.errors import Problem
+from gateway.errors import Problem, openai_response
+from gateway.export import Exports
 from gateway.fleet import Fleet
 from gateway.models import Imports
-from gateway.objectives import label
 from gateway.rollout import Rollout
-from gateway.status import attainment
-from store import deployments as stored
-from store.bus import BusError
-from store.db import Database
-from store.wire import Lease, Role
+from store import usage
+from store.db import Database, DatabaseError, now_us
 
 PREFIX = "/api/v1"
 
@@ -40,10 +37,6 @@ class Engines:
     reasoning_parsers: frozenset[str]
 
 
-class RoleAsked(msgspec.Struct, forbid_unknown_fields=True):
-    role: Role
-
-
 class Control:
     """Serve `routes` inside `running`, which does the background work."""
 
@@ -52,6 +45,8 @@ class Control:
     ) -> None:
         self._database, self._auth, self._fleet = database, auth, fleet
         self._metrics = metrics.registry(fleet)
+        self._unreconciled = metrics.unreconciled(self._metrics)
+        self._exports = Exports(database)
         self.rollout = Rollout(database, fleet, auth)
         self._imports = Imports(database, engines.architectures, model_roots)
         self._serving = Serving(fleet, self.rollout, engines.tool_parsers, engines.reasoning_parsers)
@@ -70,6 +65,7 @@ class Control:
 
     def routes(self) -> list[Route]:
         one = "/deployments/{deployment}"
+        organized = endpoint(organization.completions, self._database, self._auth, shown=openai_response)
         return [
             self._route("POST", "/tenants", tenants.create, admin=True),
             self._route("GET", "/tenants", tenants.listed, admin=True),
@@ -95,10 +91,16 @@ class Control:
             self._route("POST", "/prices", billing.create_price, admin=True),
             self._route("GET", "/prices", billing.list_prices, admin=True),
             self._route("GET", "/usage", billing.show_usage),
-            self._route("GET", "/billing/export", billing.export),
-            self._route("GET", "/gpus", self._gpus, admin=True),
-            self._route("POST", "/gpus/{gpu}:role", self._set_role, admin=True),
+            self._route("GET", "/usage:verify", self._exports.verify, admin=True),
+            self._route("GET", "/billing/export", self._exports.serve),
+            self._route("POST", "/billing/corrections", billing.create_correction, admin=True),
+            self._route("GET", "/billing/corrections", billing.list_corrections),
+            self._route("GET", "/gpus", self._running(runtimes.listed), admin=True),
+            self._route("POST", "/gpus/{gpu}:role", self._running(runtimes.set_role), admin=True),
+            self._route("POST", "/gpus/{gpu}:drain", self._running(runtimes.drain), admin=True),
+            self._route("GET", "/fleet", self._running(runtimes.fleet), admin=True),
             self._route("GET", "/metrics", self._show_metrics, admin=True),
+            *(Route(before + organization.PATH, organized, methods=["GET"]) for before in ("", "/t/{tenant}")),
             Route(PREFIX + "/{path:path}", endpoint(_nowhere, self._database, self._auth), methods=list(_METHODS)),
         ]
 
@@ -111,31 +113,16 @@ class Control:
     def _deploying(self, act: Callable[[Call, Serving], Awaitable[Response]]) -> Act:
         return lambda call: act(call, self._serving)
 
-    async def _set_role(self, call: Call) -> Response:
-        """What a runtime does of requests from now on."""
-        id, asked = call.path("gpu"), await call.body(RoleAsked)
-        if id not in self._fleet.leases:
-            raise Problem(404, "no_such_gpu", f"there is no runtime {id!r}: `staccato ps` lists them")
-        try:
-            await self._fleet.set_role(id, asked.role)
-        except BusError as error:
-            raise Problem(503, "runtime_refused", f"{error}: try again", headers={"retry-after": "2"}) from error
-        return JSONResponse({"id": id, "role": asked.role}, 202)
-
-    async def _gpus(self, call: Call) -> Response:
-        """Who holds which device now."""
-        async with self._database.read() as connection:
-            found = await stored.everything(connection)
-        users: dict[str, dict[str, str]] = {}  # engine key → its deployments' names → their labels
-        for deployment in found:
-            for revision in deployment.live:
-                name = f"{deployment.tenant}/{deployment.name}@{revision.number}"
-                users.setdefault(revision.engine.key, {})[name] = label(deployment.tenant_id, deployment.id)
-        gpus = [_gpu(lease, users) for lease in self._fleet.leases.values()]
-        return JSONResponse({"data": gpus, "next_cursor": None})
+    def _running(self, act: Callable[[Call, Fleet], Awaitable[Response]]) -> Act:
+        return lambda call: act(call, self._fleet)
 
     async def _show_metrics(self, call: Call) -> Response:
         """Tenants and what they do: not for `/metrics`, which needs no key."""
+        try:
+            async with self._database.read() as connection:
+                self._unreconciled.set(await usage.unreconciled(connection, now_us()))
+        except DatabaseError:  # the rest is known all the same
+            self._unreconciled.set(math.nan)
         return Response(generate_latest(self._metrics), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -144,40 +131,3 @@ _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 async def _nowhere(call: Call) -> Response:
     raise Problem(404, "no_such_route", f"there is no {call.request.method} {call.request.url.path}")
-
-
-def _gpu(lease: Lease, users: dict[str, dict[str, str]]) -> dict[str, object]:
-    return {
-        "id": lease.runtime,
-        "engine": lease.engine,
-        "draining": lease.draining,
-        "role": lease.role,
-        "holder": lease.holder or None,
-        "switches": lease.switches,
-        "moved": lease.moved,
-        "memory_bytes": lease.pages_total * lease.page_bytes,
-        "used_bytes": lease.pages_used * lease.page_bytes,
-        "models": {
-            key: {
-                "deployments": sorted(users.get(key, {})),
-                "residency": state.residency.name.lower(),
-                "error": state.error or None,
-                "load_ms": state.load_ms,
-                "fetches": state.fetches,
-                "fetch_ms": state.fetch_ms,
-                "weights_bytes": state.weights_pages * lease.page_bytes,
-                "kv_bytes": state.kv_pages * lease.page_bytes,
-                "kv_fragmentation": state.kv_fragmentation,
-                "running": state.running,
-                "waiting": state.waiting,
-                "turns": state.turns,
-                "tokens": state.tokens,
-                "attainment": attainment(
-                    lease.attainment[label]
-                    for label in sorted(set(users.get(key, {}).values()))
-                    if label in lease.attainment
-                ),
-            }
-            for key, state in sorted(lease.models.items())
-        },
-    }

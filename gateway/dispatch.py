@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
+from msgspec import structs
 
 from gateway.fleet import Fleet
 from gateway.relay import Refused, Relay
@@ -55,6 +56,24 @@ class Open:
     suspect_at: int = -1  # how many those were when a runtime failed in a step that it was in
     stalled_at: float | None = None  # since when it is without a token after its runtime was lost
     moving: asyncio.Task[None] | None = None
+    gpu_us: int = 0  # spent on it by its present runtime, as far as is known
+    switch_us: int = 0
+    gpu_us_before: int = 0  # and by those that it had before
+    switch_us_before: int = 0
+
+    def spend(self, delta: Delta) -> Delta:
+        """What it costs goes on where it stopped."""
+        self.gpu_us, self.switch_us = max(self.gpu_us, delta.gpu_us), max(self.switch_us, delta.switch_us)
+        if not self.gpu_us_before and not self.switch_us_before:
+            return delta
+        gpu_us, switch_us = self.gpu_us_before + self.gpu_us, self.switch_us_before + self.switch_us
+        return structs.replace(delta, gpu_us=gpu_us, switch_us=switch_us)
+
+    def leave(self) -> None:
+        """Its present runtime: the next one begins to count at nought."""
+        self.gpu_us_before += self.gpu_us
+        self.switch_us_before += self.switch_us
+        self.gpu_us = self.switch_us = 0
 
 
 class Dispatcher:
@@ -169,17 +188,20 @@ class Dispatcher:
                     request.first_late = time.monotonic() > request.due_at
                 request.made += delta.tokens
                 request.stalled_at = None
+            told = request.spend(delta)
             if delta.moved is not None:
                 self._fleet.gave_back(request.runtime)
                 request.runtime = delta.moved.runtime
                 self._fleet.took(request.runtime)
+                request.leave()
             elif delta.finish is Finish.LOST:
                 self._forget(request)
+                request.leave()
                 self._lost(request, delta)
             elif delta.finish is Finish.ERROR:
                 self._fail(request, delta.error or "the engine ended the request with an error")
             else:
-                made.append((request.id, delta))
+                made.append((request.id, told))
                 if delta.finish is not None:
                     self._forget(request)
                     del self._open[request.id]

@@ -52,9 +52,11 @@ class Problem(Exception):
         detail: str,
         faults: list[Fault] | None = None,
         headers: Mapping[str, str] | None = None,
+        kind: str | None = None,
     ) -> None:
+        """`kind` is OpenAI's `type`, where the status alone does not say it."""
         super().__init__(detail)
-        self.status, self.code, self.detail = status, code, detail
+        self.status, self.code, self.detail, self.kind = status, code, detail, kind
         self.faults, self.headers = faults or [], dict(headers or {})
 
 
@@ -70,6 +72,19 @@ def not_found(kind: str, name: str) -> Problem:
 
 def invalid(pointer: str, message: str) -> Problem:
     return Problem(422, "invalid_field", f"{pointer or 'the body'}: {message}", [Fault(pointer, message)])
+
+
+def rate_limited(kind: str, detail: str, wait_s: int) -> Problem:
+    """`kind` names the limit: OpenAI puts it into `type`."""
+    detail = f"{detail}: try again in {wait_s} s"
+    return Problem(429, "rate_limit_exceeded", detail, headers={"retry-after": str(wait_s)}, kind=kind)
+
+
+def budget_exhausted(detail: str, wait_s: int, retry: bool) -> Problem:
+    """429, as OpenAI says it: its clients have no class for 402, and raise RateLimitError with our `code` for this.
+    They try a 429 again by themselves unless told not to."""
+    headers = {"retry-after": str(wait_s)} | ({} if retry else {"x-should-retry": "false"})
+    return Problem(429, "budget_exhausted", detail, headers=headers, kind="insufficient_quota")
 
 
 def from_store(error: DatabaseError) -> Problem:
@@ -97,7 +112,7 @@ def problem_response(problem: Problem, request_id: str) -> JSONResponse:
 def openai_error(problem: Problem) -> dict[str, object]:
     """The object that stands in a response's body or in a stream's last event."""
     server = "server_error" if problem.status >= 500 else "invalid_request_error"
-    kind = _OPENAI_TYPES.get(problem.status, server)
+    kind = problem.kind or _OPENAI_TYPES.get(problem.status, server)
     param = problem.faults[0].pointer.lstrip("/") if problem.faults else None
     return {"error": {"message": problem.detail, "type": kind, "param": param, "code": problem.code}}
 

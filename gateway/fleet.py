@@ -41,11 +41,20 @@ class Fleet:
         self._bus = bus
         self._leases: dict[str, tuple[wire.Lease, float]] = {}
         self._open: Counter[str] = Counter()  # requests of this gateway, by runtime
+        self._leader: tuple[wire.Leader, float] | None = None
         self._on_change: list[Callable[[], None]] = []
         self._changed = asyncio.Event()
 
     async def start(self) -> None:
         await self._bus.watch(wire.LEASES, self._lease_changed)
+        await self._bus.watch(wire.LEADER, self._leader_changed)
+
+    @property
+    def leader(self) -> wire.Leader | None:
+        """The scheduler that looks after the fleet, and how many runtimes it wishes for."""
+        if self._leader is None or time.monotonic() - self._leader[1] > LEASE_TTL_S:
+            return None
+        return self._leader[0]
 
     @property
     def leases(self) -> dict[str, wire.Lease]:
@@ -122,6 +131,9 @@ class Fleet:
         for callback in self._on_change:
             callback()
 
+    def _leader_changed(self, role: str, value: bytes | None) -> None:
+        self._leader = None if value is None else (wire.decode(wire.Leader, value), time.monotonic())
+
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def put(self, spec: wire.EngineSpec) -> None:
@@ -136,9 +148,9 @@ class Fleet:
         """What the runtimes were told to serve."""
         return await self._bus.keys(wire.MODELS)
 
-    async def set_role(self, runtime: str, role: wire.Role) -> None:
-        """Raises BusError."""
-        await self._bus.request(wire.role_subject(runtime), wire.SetRole(role=role))
+    async def order(self, subject: str, order: wire.Message) -> None:
+        """Of a runtime. Raises BusError."""
+        await self._bus.request(subject, order)
 
     async def control(self, key: str, op: str) -> wire.Reply:
         """Ask every runtime that has the model to put it to sleep or wake it; the first refusal, or consent."""

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from runtime.engine.settings import check_version, engine_args  # isort: skip  (sets vLLM's environment, so: first)
 
+import msgspec
 from fastapi import FastAPI
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -50,9 +51,11 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from gateway.dispatch import Dispatcher, Unserved
+from gateway.errors import Problem
 from gateway.fleet import Fleet
 from gateway.meter import Call, Meter
 from gateway.objectives import label
+from gateway.quotas import Admission
 from gateway.relay import Refused, Relay
 from runtime.request import Objective
 from store import wire
@@ -88,8 +91,15 @@ class Served:
     deadline: float  # monotonic; a model must take the request until then
     arrived_at: float  # monotonic
     objective: Objective
+    admission: Admission | None = None  # None: the tenant has no limits
+    refused: Problem | None = None  # what the client is to hear instead of vLLM's words
     streaming: bool = False
     made_tokens: int = 0  # handed to the code that writes the response
+
+    @property
+    def exhausted(self) -> bool:
+        """The tenant's budget ended it."""
+        return self.admission is not None and self.admission.exhausted
 
 
 SERVED: ContextVar[Served] = ContextVar("served")
@@ -123,6 +133,8 @@ class BusCore:
         self._engine = check_version()
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()  # drained every loop turn by output_handler
         self._dispatcher = Dispatcher(deps.relay, deps.fleet, self)
+        self._paying: dict[str, Admission] = {}  # by request: those whose tenants have limits
+        self._cancelling: set[asyncio.Task[None]] = set()
         self._encoder = MsgpackEncoder(size_threshold=INLINE_MOST)
         self._decoder = MsgpackDecoder(EngineCoreOutput)
         self.llm: BusLLM | None = None
@@ -134,6 +146,8 @@ class BusCore:
         return await self._outputs.get()
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._paying.pop(request_id, None)
         await self._dispatcher.cancel(request_ids)
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -142,6 +156,7 @@ class BusCore:
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Raises GracefulHTTPError with the status the client is to see."""
         served = SERVED.get()
+        await self._reserve(served, request)
         request.cache_salt, request.priority = served.cache_salt, 0
         (payload,) = self._encoder.encode(request)
         sampling = request.sampling_params
@@ -159,9 +174,18 @@ class BusCore:
             tbt_s=served.objective.tbt_s,
             patience_s=served.objective.patience_s,
         )
+        if served.admission is not None:
+            self._paying[request.request_id] = served.admission
+        try:
+            await self._submit(request.request_id, run, served)
+        except BaseException:
+            self._paying.pop(request.request_id, None)
+            raise
+
+    async def _submit(self, id: str, run: wire.Run, served: Served) -> None:
         due_at = served.arrived_at + served.objective.ttft_s
         try:
-            await self._dispatcher.submit(request.request_id, run, due_at, served.deadline)
+            await self._dispatcher.submit(id, run, due_at, served.deadline)
         except TooLarge as error:
             raise GracefulHTTPError(str(error), HTTPStatus.REQUEST_ENTITY_TOO_LARGE) from error
         except Refused as error:
@@ -169,13 +193,43 @@ class BusCore:
         except Unserved as error:
             raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
 
+    async def _reserve(self, served: Served, request: EngineCoreRequest) -> None:
+        """What the request may take of its tenant's limits. Raises GracefulHTTPError."""
+        sampling = request.sampling_params
+        if served.admission is None or sampling is None:
+            return
+        try:
+            most = await served.admission.begin(len(request.prompt_token_ids or ()), sampling.max_tokens or 0)
+        except Problem as problem:
+            served.refused = problem
+            raise GracefulHTTPError(problem.detail, HTTPStatus(problem.status)) from problem
+        sampling.max_tokens, sampling.min_tokens = most, min(most, sampling.min_tokens)
+
     # ── Taker ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def made(self, deltas: list[tuple[str, Delta]]) -> None:
-        outputs = [self._output(request_id, delta) for request_id, delta in deltas]
+        outputs = [self._output(request_id, self._paid(request_id, delta)) for request_id, delta in deltas]
         self._outputs.put_nowait(EngineCoreOutputs(outputs=outputs))
 
+    def _paid(self, request_id: str, delta: Delta) -> Delta:
+        """The delta, or the request's end in its place when there is no money for its tokens."""
+        admission = self._paying.get(request_id)
+        if admission is None:
+            return delta
+        paid = admission.pay(len(delta.tokens))
+        if delta.finish is not None or not paid:
+            del self._paying[request_id]
+        if paid:
+            return delta
+        cancelling = asyncio.create_task(self._dispatcher.cancel([request_id]))
+        self._cancelling.add(cancelling)
+        cancelling.add_done_callback(self._cancelling.discard)
+        return msgspec.structs.replace(
+            delta, tokens=[], logprobs=None, finish=wire.Finish.LENGTH, stop_reason="budget_exhausted"
+        )
+
     def failed(self, request: str, error: str) -> None:
+        self._paying.pop(request, None)
         assert self.llm is not None
         self.llm.fail(request, error)
 

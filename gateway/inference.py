@@ -29,6 +29,7 @@ from gateway.front import Front, Fronts, Served
 from gateway.limits import Disconnected, TooLong, TooSlow, read_body
 from gateway.meter import Call, Meter, MeterFull
 from gateway.objectives import objective
+from gateway.quotas import Admission, Quotas
 from store import wire
 from store.db import DatabaseError
 
@@ -38,6 +39,7 @@ log = structlog.get_logger()
 GENERATING = {path: path for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")}
 REPEATING = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
 HOLD_POLL_S = 0.5
+LEAVING_S = 0.05  # the longest that a handler may take to notice that its client has left, before it is cancelled
 
 
 class Ask(msgspec.Struct):
@@ -47,10 +49,24 @@ class Ask(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Limits:
+class Bounds:
+    """Of every request, whoever makes it."""
+
     body_bytes: int
     body_deadline_s: float
     hold_deadline_s: float
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that was understood: who wants what of which deployment."""
+
+    caller: Caller
+    name: str  # the deployment's, as the client said it
+    target: Target
+    request_id: str
+    arrived_at: float  # monotonic
+    deadline: float  # monotonic
 
 
 @dataclass
@@ -61,7 +77,8 @@ class Inference:
     fleet: Fleet
     fronts: Fronts
     meter: Meter
-    limits: Limits
+    quotas: Quotas
+    bounds: Bounds
     salt: bytes  # secret: cache salts are derived from it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,18 +111,15 @@ class Inference:
         name = _model(body)
         target = await self._target(caller, name)
         arrived_at = time.monotonic()
-        deadline = arrived_at + min(self.limits.hold_deadline_s, _prefer_wait_s(request))
-        cold = await self._hold(target, deadline)
-        front = await self._front(target)
+        deadline = arrived_at + min(self.bounds.hold_deadline_s, _prefer_wait_s(request))
         exchange = Exchange(request, send, request_id, route, body)
+        asked = Asked(caller, name, target, request_id, arrived_at, deadline)
         if path in REPEATING:
+            await self._hold(target, deadline)
+            front = await self._front(target)
             await exchange.pass_on(self.fronts, front, None, send, asyncio.Event().wait())
-            return None
-        call = self._open(request_id, caller, target)
-        due = objective(target.slo, target.priority, target.tenant_weight)
-        served = Served(name, self._cache_salt(caller), call, deadline, arrived_at, due)
-        headers = {"x-request-id": request_id, "x-staccato-cold": cold}
-        await self._serve(exchange, front, served, Answer(send, served, self.meter, headers))
+        else:
+            await self._generate(exchange, asked)
         return None
 
     # ── who and what ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -126,7 +140,7 @@ class Inference:
 
     async def _body(self, request: Request) -> bytes:
         try:
-            return await read_body(request.receive, self.limits.body_bytes, self.limits.body_deadline_s)
+            return await read_body(request.receive, self.bounds.body_bytes, self.bounds.body_deadline_s)
         except TooLong as error:
             raise Problem(413, "request_too_large", str(error)) from error
         except TooSlow as error:
@@ -176,6 +190,30 @@ class Inference:
 
     # ── serving ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    async def _generate(self, exchange: Exchange, asked: Asked) -> None:
+        admission = await self.quotas.admit(asked.caller, asked.target)
+        try:
+            await self._generate_admitted(exchange, asked, admission)
+        except Problem as problem:
+            problem.headers |= admission.headers() if admission else {}
+            raise
+        finally:
+            if admission is not None:
+                admission.close()
+
+    async def _generate_admitted(self, exchange: Exchange, asked: Asked, admission: Admission | None) -> None:
+        target = asked.target
+        cold = await self._hold(target, asked.deadline)
+        front = await self._front(target)
+        call = self._open(asked.request_id, asked.caller, target)
+        if admission is not None:
+            admission.call = call
+        due = objective(target.slo, target.priority, target.tenant_weight)
+        salt = self._cache_salt(asked.caller)
+        served = Served(asked.name, salt, call, asked.deadline, asked.arrived_at, due, admission)
+        headers = {"x-request-id": asked.request_id, "x-staccato-cold": cold}
+        await self._serve(exchange, front, served, Answer(exchange.send, served, self.meter, headers))
+
     def _open(self, request_id: str, caller: Caller, target: Target) -> Call:
         now = time.time()
         usage = wire.Usage(
@@ -205,7 +243,8 @@ class Inference:
         finish = "error"
         try:
             complete = await exchange.pass_on(self.fronts, front, served, answer.send, answer.patience())
-            finish = "cancelled" if not complete else "error" if answer.failed else served.call.finish
+            ended = "budget_exhausted" if served.exhausted else served.call.finish
+            finish = "cancelled" if not complete else "error" if answer.failed else ended
         finally:
             self.meter.close(served.call, finish)
 
@@ -214,6 +253,7 @@ class Exchange:
     """One HTTP request whose body was read, and the watch for its client going away."""
 
     def __init__(self, request: Request, send: Send, request_id: str, route: str, body: bytes) -> None:
+        self.send = send
         self._receive = request.receive
         self._body: bytes | None = body
         self._gone = asyncio.Event()
@@ -225,7 +265,12 @@ class Exchange:
         self, fronts: Fronts, front: Front, served: Served | None, send: Send, patience: Coroutine[None, None, object]
     ) -> bool:
         """Let vLLM answer; False when the client went away, or our `patience` with it ended, before the end."""
-        answering = asyncio.create_task(fronts.handle(front, served, self._scope, self._replay, send))
+
+        async def send_while_there(message: Message) -> None:
+            if not self._gone.is_set():
+                await send(message)
+
+        answering = asyncio.create_task(fronts.handle(front, served, self._scope, self._replay, send_while_there))
         waiting = [asyncio.create_task(self._watch()), asyncio.create_task(patience)]
         try:
             await asyncio.wait([answering, *waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -236,6 +281,9 @@ class Exchange:
         except OSError:  # its socket is gone
             return False
         finally:
+            # vLLM runs some handlers in tasks of their own, which nothing but this news ends.
+            self._gone.set()
+            await asyncio.wait([answering], timeout=LEAVING_S)
             for task in (answering, *waiting):
                 task.cancel()
             await asyncio.gather(answering, *waiting, return_exceptions=True)

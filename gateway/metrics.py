@@ -1,4 +1,5 @@
-"""The fleet as Prometheus reads it: how each deployment's requests kept their objective, on each runtime.
+"""The fleet as Prometheus reads it: how many runtimes there are and should be, and how each deployment's requests kept
+their objective, on each runtime.
 
 Counters of one runtime, never their sum over runtimes: a counter may only fall when its runtime started anew.
 """
@@ -7,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from gateway.fleet import Fleet
@@ -27,8 +28,26 @@ _COUNTERS: dict[str, tuple[str, Callable[[Attained], float]]] = {
 
 def registry(fleet: Fleet) -> CollectorRegistry:
     made = CollectorRegistry()
+    made.register(_Size(fleet))
     made.register(_Attainment(fleet))
     return made
+
+
+def unreconciled(made: CollectorRegistry) -> Gauge:
+    """For whoever asks the database before it is read."""
+    return Gauge("staccato_usage_unreconciled", "Requests not heard of that the ledger has not closed.", registry=made)
+
+
+class _Size(Collector):
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        leader = self._fleet.leader
+        yield GaugeMetricFamily("staccato_runtimes", "Runtimes that are alive.", value=len(self._fleet.leases))
+        if leader and leader.wanted:
+            wanted = "Runtimes that there should be, as the scheduler has it."
+            yield GaugeMetricFamily("staccato_runtimes_wanted", wanted, value=leader.wanted)
 
 
 class _Attainment(Collector):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, json, to_builtins
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import JSONResponse, Response
 
@@ -15,13 +15,14 @@ from gateway.errors import Problem, invalid, not_found
 from gateway.objectives import WEIGHT_LEAST, WEIGHT_MOST
 from store import tenants
 from store.db import now_us
-from store.tenants import OVERLAP_US, Key, Tenant, TenantInUse
+from store.tenants import NO_LIMITS, OVERLAP_US, Key, Limits, Tenant, TenantInUse
 
 TenantName = Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
 
 
 class TenantSettings(Body, frozen=True, kw_only=True):
     weight: Annotated[float, Meta(ge=WEIGHT_LEAST, le=WEIGHT_MOST)] = 1.0  # of its patience, see gateway/objectives.py
+    limits: Limits = NO_LIMITS
 
 
 class NewTenant(TenantSettings, frozen=True, kw_only=True):
@@ -45,7 +46,7 @@ async def create(call: Call) -> Response:
     body = await call.body(NewTenant)
 
     async def deed(connection: AsyncConnection) -> Answer:
-        tenant = await tenants.create(connection, body.name, now_us(), body.weight)
+        tenant = await tenants.create(connection, body.name, now_us(), body.weight, body.limits)
         await call.record(connection, "tenant.created", tenant.id, tenant.id)
         return Answer(201, show(tenant))
 
@@ -67,9 +68,11 @@ async def change(call: Call) -> Response:
     patch = await call.body(dict[str, Any])
     async with call.database.write() as connection:
         tenant = await _find(call, connection, lock=True)
-        settings = converted(merged({"weight": tenant.weight}, patch), TenantSettings)
-        tenant = await tenants.weigh(connection, tenant, settings.weight)
-        await call.record(connection, "tenant.changed", tenant.id, tenant.id, f"weight {tenant.weight:g}")
+        old = TenantSettings(weight=tenant.weight, limits=tenant.limits)
+        settings = converted(merged(to_builtins(old), patch), TenantSettings)
+        tenant = await tenants.change(connection, tenant, settings.weight, settings.limits)
+        detail = f"weight {tenant.weight:g}, limits {json.encode(tenant.limits).decode()}"
+        await call.record(connection, "tenant.changed", tenant.id, tenant.id, detail)
     call.auth.forget()
     return JSONResponse(show(tenant))
 
@@ -98,6 +101,7 @@ def show(tenant: Tenant) -> dict[str, object]:
         "id": tenant.id,
         "name": tenant.name,
         "weight": tenant.weight,
+        "limits": to_builtins(tenant.limits),
         "created_at": time_text(tenant.created_us),
     }
 

@@ -181,6 +181,15 @@ class Cluster:
         self.devices[number].died = True
         self._gone(self.devices[number])
 
+    def leaves(self, number: int) -> None:
+        """A device takes no more requests, by somebody's word."""
+        if not self.devices[number].drains:
+            self._drain(self.devices[number])
+
+    def forgotten(self, number: int) -> None:
+        """A device that died does not come back."""
+        self.devices[number].died = False
+
     def settled(self, source: int) -> None:
         """The move of a model from there has ended, well or not."""
         self._moves.pop(source, None)
@@ -194,6 +203,11 @@ class Cluster:
         device.report, device.free = None, -float("inf")
         self._moves = {source: move for source, move in self._moves.items() if device.number not in (source, move[0])}
         self._note(device)
+
+    @property
+    def wanted(self) -> int:
+        """Devices that there should be: those that serve, that come back, and that were asked for."""
+        return sum([device.serves or device.died for device in self.devices]) + len(self._joining)
 
     # ── asked ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

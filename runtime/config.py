@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import ByteSize
+from pydantic import ByteSize, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from runtime.costs import load_profile
@@ -23,11 +24,22 @@ def _memory() -> int:
 
 
 class SchedulerSettings(BaseSettings):
-    """`STACCATO_NATS_URL`."""
+    """`STACCATO_NATS_URL`, `STACCATO_RUNTIMES_MOST`, ..."""
 
     model_config = SettingsConfigDict(env_prefix="STACCATO_", extra="ignore")
 
     nats_url: str = "nats://127.0.0.1:4222"
+    runtimes_least: Annotated[int, Field(ge=1)] = (
+        1  # with `runtimes_most`: the scheduler says how many runtimes there should be
+    )
+    runtimes_most: Annotated[int, Field(ge=0)] = 0  # 0: it does not
+
+    def check(self) -> None:
+        """Raises ValueError with one sentence."""
+        if 0 < self.runtimes_most < self.runtimes_least:
+            least = f"STACCATO_RUNTIMES_LEAST={self.runtimes_least}"
+            most = f"STACCATO_RUNTIMES_MOST={self.runtimes_most}"
+            raise ValueError(f"{least} is more than {most}: lower it, or raise the other")
 
 
 class RuntimeSettings(BaseSettings):
@@ -47,6 +59,9 @@ class RuntimeSettings(BaseSettings):
     profile: Path | None = None  # of this machine's costs (`staccato profile`); without one they are guessed at first
     drain_s: float = 30.0  # after SIGTERM streams may end for so long, then other runtimes go on with them
     hang_s: float = 60.0  # a step that takes longer has hung: the device process is ended
+    transport_bind: str = "127.0.0.1"  # address of this host on which blocks from other hosts are received
+    transport_port: int = 0  # any
+    transport_advertise: str = ""  # what other hosts reach that address by; empty: by itself
 
     def check(self) -> None:
         """Raises ValueError with one sentence."""
@@ -61,6 +76,11 @@ class RuntimeSettings(BaseSettings):
                 raise ValueError(
                     f"STACCATO_PROFILE={self.profile}: {error.strerror}: `staccato profile` writes one"
                 ) from error
+        if not self.transport_advertise and self.transport_bind in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"STACCATO_TRANSPORT_BIND={self.transport_bind} is no address to be reached by: say with "
+                "STACCATO_TRANSPORT_ADVERTISE which one this host has"
+            )
         if not self.runtime_id.replace("-", "").isalnum():
             raise ValueError(
                 f"runtime id {self.runtime_id!r} has other than letters, digits and '-': it names subjects"

@@ -17,7 +17,9 @@ from functools import partial
 from pathlib import Path
 
 import structlog
+from msgspec import structs
 
+from runtime.account import Account
 from runtime.costs import ModelCosts, load_profile, model_size, unknown
 from runtime.engine.base import BadRequest, Engine, EngineError
 from runtime.engine.base import Build as Builder
@@ -61,7 +63,21 @@ from runtime.journal import Began as JournalBegan
 from runtime.journal import Journal, Recorded, appended
 from runtime.model import Model
 from runtime.pages import Pages
-from runtime.pipe import Began, DeviceEnd, Made, Order, Place, Quit, Ready, Start, State, Stop, ToDevice, Withdraw
+from runtime.pipe import (
+    Began,
+    DeviceEnd,
+    Formed,
+    Made,
+    Order,
+    Place,
+    Quit,
+    Ready,
+    Start,
+    State,
+    Stop,
+    ToDevice,
+    Withdraw,
+)
 from runtime.policy.by_name import POLICIES
 from runtime.policy.turns import Turns
 from runtime.request import ModelKey, Objective, Request, RequestId, request_id
@@ -94,7 +110,9 @@ class Device:
     ) -> None:
         costs = costs or _unknown
         pages = Pages(build.pages_total, build.page_bytes)
-        self.instance = Instance(turns, pages, costs if journal is None else journal.noting(costs))
+        self.account = Account.open(clock())
+        noted = costs if journal is None else journal.noting(costs)
+        self.instance = Instance(turns, pages, noted, self.account)
         self._machine = self.instance if journal is None else Recorded(self.instance, journal)
         self._pipe, self._build, self._clock = pipe, build, clock
         self._stepping = stepping or Stepping(Stepping.create())
@@ -106,11 +124,18 @@ class Device:
         self._state_at, self._moves = 0.0, 0  # when, and the instance's count then
         self._quit = False
         self._handover = Handover(
-            self.instance, self._engines, self._ask, self._hear, pipe.send, self._send_made, partial(_departed, clock)
+            self.instance,
+            self._engines,
+            build.hold,
+            self._ask,
+            self._hear,
+            pipe.send,
+            self._send_made,
+            partial(_departed, clock),
         )
 
     def run(self) -> None:
-        self._pipe.send(Ready(self._build.version))
+        self._pipe.send(Ready(self._build.version, self._build.life))
         while not (self._quit or self._pipe.closed):
             for command in self._pipe.receive():
                 self._command(command)
@@ -159,7 +184,7 @@ class Device:
                     self._tell(effect)
                 case Lose(request, error, finish, suspect):
                     lost = Delta(request.stream, [], request.sent, finish, error=error, suspect=suspect)
-                    self._made.setdefault(request.gateway, []).append(lost)
+                    self._made.setdefault(request.gateway, []).append(_billed(lost, request))
                 case Step(model):
                     self._hear(self._step(model))
                 case Check(model):
@@ -196,7 +221,12 @@ class Device:
     def _tell(self, tell: Tell) -> None:
         request, made = tell.request, tell.output
         cached, logprobs = made.cached_tokens, made.logprobs
-        delta = Delta(request.stream, made.tokens, tell.at, made.finish, made.stop_reason, logprobs, cached)
+        spent = request.spent
+        delta = Delta(
+            *(request.stream, made.tokens, tell.at, made.finish, made.stop_reason, logprobs, cached),
+            gpu_us=spent.gpu_us,
+            switch_us=spent.switch_us,
+        )
         deltas = self._made.get(request.gateway)
         if deltas is None:
             deltas = self._made[request.gateway] = []
@@ -244,6 +274,7 @@ class Device:
         except Exception as error:
             return BuildFailed(model, _reason("device.build_failed", model, error))
         self._engines[model] = engine
+        self._pipe.send(Formed(spec.key, engine.kv_form))
         log.info("device.built", model=model, took_ms=round(took_s * 1e3), weights_pages=engine.weights_pages)
         return built
 
@@ -316,6 +347,7 @@ class Device:
             pages_used=pages.used,
             models={str(key): self._model_state(model) for key, model in self.instance.models.items()},
             attainment=dict(self.instance.requests.attainment.totals),
+            accounts=self.account.shown(self._clock(), len(self.instance.requests) > 0),
         )
         if state != self._state:
             self._state = state
@@ -369,6 +401,10 @@ def _request(run: Run, id: RequestId, model: ModelKey, now: float) -> Request:
         run.made,
         run.first_late,
     )
+
+
+def _billed(delta: Delta, request: Request) -> Delta:
+    return structs.replace(delta, gpu_us=request.spent.gpu_us, switch_us=request.spent.switch_us)
 
 
 def _wait(timeout_s: float, engine: Engine) -> None:

@@ -1,20 +1,21 @@
-"""Requests on their way to or from another runtime of this host, as the device process handles them.
+"""Requests on their way to or from another runtime, as the device process handles them.
 
 What is on its way is looked at between two steps, and nothing here waits. Going: blocks that are full are copied to the
 host cache while the request goes on; when little is new it leaves the batch, and its last blocks follow. Coming: blocks
 are copied in as they are told of, if the model is here and has room; then the request arrives like any other, and what
-is missing is copied when its engine gets it. If all fails it is computed again.
+is missing is copied when its engine gets it. If all fails it is computed again. Who wrote the blocks is not known here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
+from msgspec import structs
 
-from runtime.engine.base import BadRequest, Engine, EngineError
+from runtime.engine.base import BadRequest, Engine, EngineError, Hold
 from runtime.events import Arrived, Departed, Event, Leaving, Ordered, Refused, Stayed, Told
 from runtime.instance import Instance
 from runtime.model import Phase
@@ -67,6 +68,9 @@ class Guest:
     model: ModelKey
     run: wire.Run
     tokens: int
+    form: wire.KvForm  # of its blocks
+    owner: int  # whose they are in the host cache; 0: this runtime's own
+    holds: list[Hold] = field(default_factory=list)  # on them: they do not go with their owner
     expects: Engine | None = None  # that takes its blocks
     taken: int = 0  # blocks
     taking: bool = False  # being copied: to be answered when they are there
@@ -75,21 +79,21 @@ class Guest:
 
 
 class Handover:
-    """`engines` are the device's; `ask` lets a model's engine do something and hears what comes of it; `flush` sends
-    the tokens made so far.
-    """
+    """`engines` are the device's, `hold` is its builder's; `ask` lets a model's engine do something and hears what
+    comes of it; `flush` sends the tokens made so far."""
 
     def __init__(
         self,
         instance: Instance,
         engines: Mapping[ModelKey, Engine],
+        hold: Callable[[list[int], int, int], Hold | None],
         ask: Callable[[ModelKey, Act], None],
         hear: Callable[[Event], None],
         send: Callable[[ToNode], None],
         flush: Callable[[], None],
         arrive: Callable[[wire.Run, wire.Departure], Request],
     ) -> None:
-        self._instance, self._engines = instance, engines
+        self._instance, self._engines, self._hold_blocks = instance, engines, hold
         self._ask, self._hear = ask, hear
         self._send, self._flush, self._arrive = send, flush, arrive
         self._going: dict[str, Going] = {}
@@ -128,9 +132,7 @@ class Handover:
                 else:
                     self._send(Answered(move, "it is not expected here"))
             case NotComing(move):
-                if (coming := self._coming.get(move)) and coming.departure is None:
-                    del self._coming[move]
-                    self._forget(coming)
+                self._not_coming(move)
 
     def look(self) -> None:
         """At what is on its way."""
@@ -220,7 +222,11 @@ class Handover:
         if model is None or model.withdrawn or model.error:
             self._send(Answered(move, model.error if model else "the model is not placed here"))
             return
-        coming = Guest(request_id(run.gateway, run.stream), key, run, command.tokens)
+        engine = self._engines.get(key)
+        if engine is not None and engine.kv_form != command.form:
+            self._send(Answered(move, f"its blocks are {command.form}, here they are {engine.kv_form}"))
+            return
+        coming = Guest(request_id(run.gateway, run.stream), key, run, command.tokens, command.form, command.owner)
         self._coming[move] = coming
         if model.phase is Phase.RESIDENT:
             self._ask(key, partial(self._expect_in, move, coming))
@@ -249,10 +255,21 @@ class Handover:
 
     def _take(self, move: str, coming: Guest, first: int, host: list[int]) -> None:
         self._check_engine(move, coming)
-        if coming.expects is not None and first == coming.taken:
+        if not self._hold(coming, host):
+            self._send(Answered(move, "who wrote its blocks is gone, and they with it"))
+        elif coming.expects is not None and first == coming.taken:
             self._ask(coming.model, partial(self._take_in, move, coming, host))
         else:
             self._send(Answered(move))  # they will be read when it has an engine that has room
+
+    def _hold(self, coming: Guest, host: list[int]) -> bool:
+        """False if its blocks may be anybody's."""
+        if not coming.owner or not host:
+            return True
+        hold = self._hold_blocks(host, coming.form.bytes, coming.owner)
+        if hold is not None:
+            coming.holds.append(hold)
+        return hold is not None
 
     def _take_in(self, move: str, coming: Guest, host: list[int], engine: Engine) -> Event:
         if engine.receive(coming.id, coming.taken, host):
@@ -278,7 +295,8 @@ class Handover:
         return Told(coming.model, engine.held())
 
     def _adopt(self, move: str, coming: Guest, departure: wire.Departure) -> None:
-        coming.departure = departure
+        # What can't be held is not read: then all of it was before, or it is computed again.
+        coming.departure = departure if self._hold(coming, departure.host) else structs.replace(departure, host=[])
         self._adopting[coming.id] = move
         self._hear(Arrived(self._arrive(coming.run, departure)))
         self._send(Answered(move))
@@ -296,7 +314,8 @@ class Handover:
         try:
             if coming.expects is not engine:
                 tokens = run.prompt_tokens + len(departure.made)
-                coming.expects, coming.taken = engine if engine.expect(id, run.payload, tokens) else None, 0
+                fits = engine.kv_form == coming.form and engine.expect(id, run.payload, tokens)
+                coming.expects, coming.taken = engine if fits else None, 0
             if coming.expects and engine.receive(id, coming.taken, departure.host[coming.taken :]):
                 engine.adopt(id, departure)
                 coming.adopted = True
@@ -311,13 +330,30 @@ class Handover:
             return Refused(id, coming.model, str(error))
         return Told(coming.model, engine.held())
 
+    def _not_coming(self, move: str) -> None:
+        coming = self._coming.get(move)
+        if coming is not None and coming.departure is not None:
+            return  # it is ours already, and will land
+        if coming is not None:
+            del self._coming[move]
+            self._forget(coming)
+        self._send(LandedHere(move))
+
     def _forget(self, coming: Guest) -> None:
         if coming.expects is not None and coming.expects is self._engines.get(coming.model) and not coming.adopted:
             self._ask(coming.model, partial(_abort, coming))
+        self._release(coming)
+
+    def _release(self, coming: Guest) -> None:
+        """Nothing of it is read any more."""
+        for hold in coming.holds:
+            hold.release()
+        coming.holds.clear()
 
     def _landed(self, move: str) -> None:
         coming = self._coming.pop(move)
         self._adopting.pop(coming.id, None)
+        self._release(coming)
         self._send(LandedHere(move))
 
 

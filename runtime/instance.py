@@ -13,6 +13,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
+from runtime.account import Account
 from runtime.costs import ModelCosts
 from runtime.engine.base import Held
 from runtime.estimate import Estimate
@@ -73,12 +74,15 @@ _NEVER = float("inf")
 class Instance:
     """One GPU, or one CPU that plays one. `hear` everything as it comes; `decide` whenever the device is free."""
 
-    def __init__(self, turns: Turns, pages: Pages, costs: Callable[[EngineSpec], ModelCosts]) -> None:
+    def __init__(
+        self, turns: Turns, pages: Pages, costs: Callable[[EngineSpec], ModelCosts], account: Account | None = None
+    ) -> None:
         self.models: dict[ModelKey, Model] = {}
         self.pages = pages
         self.turn: Turn | None = None
         self.switches = 0
         self.moves = 0  # times a model went from one phase to another
+        self.account = account  # None: nobody asks where the time goes
         self._turns, self._costs = turns, costs
         self._rooms = Rooms()
         self.requests = Requests(self._rooms)
@@ -96,10 +100,21 @@ class Instance:
 
     def hear(self, event: Event, now: float) -> list[Effect]:
         """What `event` asks to be done for requests, in this order; of the device and its pages asks `decide`."""
-        if isinstance(event, Stepped):  # the one that comes for every token
-            return self._stepped(self.models[event.model], event, now)
-        self._changed = True
+        stepped = isinstance(event, Stepped)
+        self._changed = self._changed or not stepped
+        if stepped or self.account is None:
+            return self._heard(event, now)
+        self._account(self.account, event, now)
+        waited = len(self.requests) > 0
+        effects = self._heard(event, now)
+        if waited and not len(self.requests) and not self._busy:
+            self.account.platform(now)
+        return effects
+
+    def _heard(self, event: Event, now: float) -> list[Effect]:
         match event:
+            case Stepped():  # the one that comes for every token
+                return self._stepped(self.models[event.model], event, now)
             case Arrived(request):
                 return self._arrive(request, now)
             case Told(key, held):
@@ -143,6 +158,13 @@ class Instance:
                 return self.requests.lose([request], error, now, Finish.ERROR)
             case _:
                 assert_never(event)
+
+    def _account(self, account: Account, event: Event, now: float) -> None:
+        """The time before what is heard, as far as it is known whose it was."""
+        if isinstance(event, Built | BuildFailed | Checked | Closed | StepFailed):
+            account.platform(now)
+        elif not len(self.requests) and not self._busy:
+            account.idle(now)
 
     def _place(self, spec: EngineSpec, prove: bool, now: float) -> list[Effect]:
         key = ModelKey(spec.key)
@@ -328,6 +350,8 @@ class Instance:
         self._busy = False
         steps, step_s, running = stepped.steps, stepped.step_s, model.running
         began = now - steps * step_s
+        if self.account is not None:
+            self._account_step(self.account, model, began, now)
         assert self.turn is not None and self.turn.holder == model.key, f"{model.key} stepped out of turn"
         self.turn.steps += steps
         self.turn.left -= steps
@@ -362,6 +386,22 @@ class Instance:
             model.stuck = self._changed = True
         return effects
 
+    def _account_step(self, account: Account, model: Model, began: float, now: float) -> None:
+        assert self.turn is not None
+        running = list(model.running.values())
+        if not running:  # all were cancelled while it ran
+            account.platform(now)
+            return
+        if not self.turn.steps:
+            account.switched(began, running)
+        if model.prompts:
+            prompts = [request for request in running if not request.computed]
+            decodes = [request for request in running if request.computed]
+            context = sum([request.context for request in decodes])
+            account.stepped(now, decodes, prompts, model.costs.step(len(decodes), context) if decodes else 0.0)
+        else:
+            account.stepped(now, running, (), 0.0)
+
     def _observe(self, model: Model, stepped: Stepped) -> None:
         """What this step took, for those to come."""
         if not model.prompts:
@@ -385,6 +425,8 @@ class Instance:
         chosen = self._turns.next(order, turn, now)
         effects += self._bring_in(order, chosen, now)
         if self._rooms.upkeep:
+            if self.account is not None and not len(self.requests):
+                self.account.idle(now)
             self._busy = True
             return [*effects, self._keep_up()]
         if chosen is not None and not chosen[0].can_step:  # parked for another
@@ -513,6 +555,8 @@ class Instance:
     def check(self) -> None:
         """The invariants; asserted by the tests after every event, and by the device when it is idle."""
         self.requests.check(self.models.values())
+        if self.account is not None:
+            self.account.check()
         for model in self.models.values():
             where = f"{model.key} in {model.phase.name}"
             pages = self.pages.of(model.key)

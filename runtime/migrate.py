@@ -1,17 +1,20 @@
-"""Moves running requests to another runtime of this host, and takes them from there: the handshake, as nodes see it.
+"""Moves running requests to another runtime, and takes them from there: the handshake, as nodes see it.
 
     source                                   target
       Offer  ──────────────────────────────▶  can it be served, is there room?
       MoveOut to its device
-      Staged by it ── Blocks ──────────────▶  copied in, or later
+      Staged by it, carried  ── Blocks ────▶  copied in, or later
       Next, and again while much is new
-      Left by it ──── Commit ──────────────▶  it is the target's; answered with where its frames stand
+      Left by it, carried  ──── Commit ────▶  it is the target's; answered with where its frames stand
       the stream's last delta says where it goes on
                 ◀───────────────── Landed ──  nothing of it in the host cache is needed any more
       Gone to its device
 
 Until the answer to Commit the request is the source's: if anything fails it stays there. If that answer is lost it
 stays too, and the target works for a stream whose gateway never hears that it moved: the gateway tells it to stop.
+
+Blocks are carried as runtime/transport.py says: within a host they are there already. What a target receives from
+another host is its node's, which frees it when its device says that it reads nothing of it any more, or is gone.
 """
 
 from __future__ import annotations
@@ -23,9 +26,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 import structlog
 
 from runtime import pipe
+from runtime.memory.hostblocks import HostBlocks
+from runtime.transport import Arrival, Door, NotCarried, Path, Shared, Tcp
 from store import wire
 from store.bus import Bus, BusError
 from store.wire import Refusal
@@ -37,7 +43,7 @@ REPLY_S = 8.0  # for everything that the other side is asked
 COMMIT_TRIES = 3
 AT_ONCE = 8  # moves from one runtime
 LANDED_S = 60.0  # then what lies in the host cache is given up: the target is no more
-COMING_S = 30.0  # an offer that is not committed is forgotten
+COMING_S = 30.0  # an offer of which nothing is heard for so long, and that is not committed, is forgotten
 FORWARD_S = 30.0  # a gateway may cancel a stream here that it does not know has moved
 
 FromDevice = pipe.Staged | pipe.Left | pipe.NotMoving
@@ -60,8 +66,20 @@ class Host(Protocol):
     id: str
     epoch: int
     host_cache_id: str
+    blocks: HostBlocks
+    door: Door
+    life: int  # of its device process
 
     def device(self) -> pipe.NodeEnd | None: ...
+
+    def lease(self, runtime: str) -> wire.Lease | None:
+        """The last of that runtime."""
+
+    def form(self, model: str) -> wire.KvForm | None:
+        """Of its blocks here, if its engine was built."""
+
+    def tokens_most(self, model: str) -> int:
+        """Of a request of a model that this runtime was given."""
 
     def refusal(self, run: wire.Run) -> wire.Reply | None:
         """Why this runtime would not take it now."""
@@ -91,9 +109,14 @@ class Guest:
     """A request that was offered."""
 
     offer: wire.Offer
-    at: float
+    heard_at: float
+    arrival: Arrival | None  # from another host
     answers: asyncio.Queue[pipe.Answered] = field(default_factory=asyncio.Queue)
     committed: wire.Reply | None = None
+
+    def has(self, first: int, host: list[int]) -> bool:
+        """Whether its device may read there; what is shared is the source's to know."""
+        return self.arrival is None or self.arrival.has(first, host)
 
 
 class Migrations:
@@ -106,6 +129,7 @@ class Migrations:
         self._going: dict[str, asyncio.Queue[FromDevice]] = {}
         self._landing: dict[str, asyncio.Event] = {}
         self._guests: dict[str, Guest] = {}
+        self._arrivals: dict[str, Arrival] = {}  # outlive guests that do not come: the device may read still
         self._forwards: dict[tuple[str, int], tuple[str, float]] = {}  # streams that moved: to whom, and when
         self._tasks: set[asyncio.Task[Any]] = set()
         self.moved = 0
@@ -124,6 +148,11 @@ class Migrations:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    @property
+    def landing(self) -> int:
+        """Requests that left, of which a target may still read what is in this runtime's part of a host cache."""
+        return len(self._landing)
+
     # ── going ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def move(self, gateway: str, number: int, target: str) -> None:
@@ -135,39 +164,57 @@ class Migrations:
         stream, device = self._host.stream(gateway, number), self._host.device()
         if stream is None or stream.moving or device is None:
             raise NotMoved("it is not here, or moves already")
+        if (form := self._host.form(stream.run.model)) is None:
+            raise NotMoved("its engine is not built yet", waits=True)
         move = f"{self._host.id}-{self._host.epoch}-{next(self._numbers)}"
-        queue = self._going[move] = asyncio.Queue()
-        stream.moving = True
+        queue, path = asyncio.Queue[FromDevice](), self._path(target, form)
+        self._going[move], stream.moving = queue, True
         try:
-            await self._offer(move, stream, target)
+            await self._offer(move, stream, target, form, path)
             device.send(pipe.MoveOut(move, gateway, number))
-            departure = await self._stage(move, target, queue, device)
+            departure = await self._stage(move, target, queue, device, path)
+            if self._host.stream(gateway, number) is not stream or not queue.empty():
+                device.send(pipe.Stay(move))
+                raise NotMoved("it ended while its last blocks were carried: they may be another's")
             reply = await self._committed(move, target, departure, device)
         except BaseException as error:  # it may be called off by a drain whose time is up
             log.info("migrate.stayed", move=move, target=target, reason=str(error) or type(error).__name__)
             await self._publish(wire.call_off_subject(target), wire.CallOff(move=move))
             raise
         finally:
+            path.close()
             stream.moving = False
             del self._going[move]
         await self._left(move, gateway, number, wire.Moved(target, reply.epoch, reply.seq), device)
 
-    async def _offer(self, move: str, stream: Stream, target: str) -> None:
+    def _path(self, target: str, form: wire.KvForm) -> Path:
+        lease = self._host.lease(target)
+        if lease is None or lease.host_cache == self._host.host_cache_id:
+            return Shared()
+        if not lease.receives_at:
+            raise NotMoved(f"runtime {target} is on another host, and receives nothing from others")
+        return Tcp(self._host.blocks, lease.receives_at, form.bytes)
+
+    async def _offer(self, move: str, stream: Stream, target: str, form: wire.KvForm, path: Path) -> None:
         waited_s = time.monotonic() - stream.began_at
         run = wire.replace(stream.run, ttft_s=stream.run.ttft_s - waited_s)
         offer = wire.Offer(
             move=move,
             source=self._host.id,
             host_cache=self._host.host_cache_id,
+            form=form,
             run=run,
             tokens=run.prompt_tokens + stream.at,
+            key=path.key,
+            owner=0 if path.key else self._host.life,
         )
         await self._ask(wire.offer_subject(target), offer)
 
     async def _stage(
-        self, move: str, target: str, queue: asyncio.Queue[FromDevice], device: pipe.NodeEnd
+        self, move: str, target: str, queue: asyncio.Queue[FromDevice], device: pipe.NodeEnd, path: Path
     ) -> wire.Departure:
-        """Until it has left."""
+        """Until it has left, and all its blocks are where the target reads."""
+        there: list[int] = []
         while True:
             said = await _within(ANSWER_S, queue)
             match said:
@@ -177,15 +224,24 @@ class Migrations:
                 case pipe.NotMoving(_, reason, waits):
                     raise NotMoved(reason, waits)
                 case pipe.Left(_, departure):
-                    return departure
+                    there += await self._carried(move, path, len(there), departure.host[len(there) :], device)
+                    return msgspec.structs.replace(departure, host=there)
                 case pipe.Staged(_, first, host):
+                    there += await self._carried(move, path, first, host, device)
                     try:
-                        blocks = wire.Blocks(move=move, first=first, host=host)
+                        blocks = wire.Blocks(move=move, first=first, host=there[first:])
                         await self._ask(wire.blocks_subject(target), blocks)
                     except NotMoved:
                         device.send(pipe.Stay(move))
                         raise
                     device.send(pipe.Next(move))
+
+    async def _carried(self, move: str, path: Path, first: int, blocks: list[int], device: pipe.NodeEnd) -> list[int]:
+        try:
+            return await path.carry(first, blocks)
+        except NotCarried as error:
+            device.send(pipe.Stay(move))
+            raise NotMoved(str(error)) from error
 
     async def _committed(self, move: str, target: str, departure: wire.Departure, device: pipe.NodeEnd) -> wire.Reply:
         for attempt in range(COMMIT_TRIES):
@@ -256,29 +312,48 @@ class Migrations:
         if refusal := self._host.refusal(offer.run):
             return refusal
         assert device is not None
-        if offer.host_cache != self._host.host_cache_id:
-            reason = f"runtime {self._host.id} is on another host than {offer.source}"
-            return wire.Reply(refusal=Refusal.BUSY, reason=reason)
-        guest = self._guests[offer.move] = Guest(offer, time.monotonic())
-        reply = await self._answer(guest, lambda: device.send(pipe.Coming(offer.move, offer.run, offer.tokens)))
+        try:
+            guest = self._guests[offer.move] = Guest(offer, time.monotonic(), self._arrival(offer))
+        except NotCarried as error:
+            return wire.Reply(refusal=Refusal.BUSY, reason=f"runtime {self._host.id} refuses: {error}")
+        coming = pipe.Coming(offer.move, offer.run, offer.tokens, offer.form, offer.owner)
+        reply = await self._answer(guest, lambda: device.send(coming))
         if reply.refusal is not None:
-            del self._guests[offer.move]
-            device.send(pipe.NotComing(offer.move))  # it may only have been slow to say yes
+            self._forget(offer.move)  # the device may only have been slow to say yes
         return reply
 
+    def _arrival(self, offer: wire.Offer) -> Arrival | None:
+        if offer.key:
+            most = self._host.tokens_most(offer.run.model)
+            arrival = self._arrivals[offer.move] = self._host.door.expect(offer.key, offer.form, most)
+            return arrival
+        if offer.host_cache != self._host.host_cache_id:
+            raise NotCarried(f"it is on another host than {offer.source}")
+        return None
+
     def sweep(self, now: float) -> None:
-        """Those that were offered long ago do not come any more: who offered them is gone."""
-        late = [move for move, guest in self._guests.items() if guest.committed is None and now - guest.at > COMING_S]
-        for move in late:
-            del self._guests[move]
-            if device := self._host.device():
-                device.send(pipe.NotComing(move))
+        """Those of which nothing was heard for long do not come any more: who offered them is gone."""
+        for move, guest in list(self._guests.items()):
+            heard_at = max(guest.heard_at, guest.arrival.heard_at if guest.arrival else 0.0)
+            if guest.committed is None and now - heard_at > COMING_S:
+                self._forget(move)
+
+    def _forget(self, move: str) -> None:
+        """It does not come. What was received of it is freed when the device says that it has landed."""
+        guest, device = self._guests.pop(move), self._host.device()
+        if guest.arrival is not None:
+            self._host.door.end(guest.arrival)
+        if device is not None:
+            device.send(pipe.NotComing(move))
 
     async def _blocks(self, data: bytes) -> wire.Reply:
         blocks, device = wire.decode(wire.Blocks, data), self._host.device()
         guest = self._guests.get(blocks.move)
         if guest is None or device is None:
             return _unknown(blocks.move)
+        if not guest.has(blocks.first, blocks.host):
+            return _not_received(blocks.move)
+        guest.heard_at = time.monotonic()
         take = pipe.Take(blocks.move, blocks.first, blocks.host)
         return await self._answer(guest, lambda: device.send(take))
 
@@ -287,6 +362,8 @@ class Migrations:
         guest = self._guests.get(commit.move)
         if guest is None or device is None:
             return _unknown(commit.move)
+        if not guest.has(0, commit.departure.host):
+            return _not_received(commit.move)
         if guest.committed is None:
             seq = self._host.take_over(guest.offer.run, len(commit.departure.made))
             reply = await self._answer(guest, lambda: device.send(pipe.Adopt(commit.move, commit.departure)))
@@ -307,11 +384,9 @@ class Migrations:
 
     async def _called_off(self, data: bytes) -> None:
         move = wire.decode(wire.CallOff, data).move
-        guest, device = self._guests.get(move), self._host.device()
+        guest = self._guests.get(move)
         if guest is not None and guest.committed is None:
-            del self._guests[move]
-            if device is not None:
-                device.send(pipe.NotComing(move))
+            self._forget(move)
 
     # ── what the device says ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -323,17 +398,27 @@ class Migrations:
             queue.put_nowait(message)
 
     async def landed_here(self, move: str) -> None:
+        if arrival := self._arrivals.pop(move, None):
+            await self._host.door.free(arrival)
         if guest := self._guests.pop(move, None):
             await self._publish(wire.landed_subject(guest.offer.source), wire.Landed(move=move))
 
     def device_lost(self) -> None:
+        """The process is over: nothing reads or writes the host cache any more."""
         for move, queue in self._going.items():
             queue.put_nowait(pipe.NotMoving(move, "the runtime lost its device process"))
         self._guests.clear()
+        for arrival in self._arrivals.values():
+            self.spawn(self._host.door.free(arrival))
+        self._arrivals.clear()
 
 
 def _unknown(move: str) -> wire.Reply:
     return wire.Reply(refusal=Refusal.BUSY, reason=f"move {move} is not known here, or not any more")
+
+
+def _not_received(move: str) -> wire.Reply:
+    return wire.Reply(refusal=Refusal.BUSY, reason=f"of move {move} these blocks were not received")
 
 
 async def _within(seconds: float, queue: asyncio.Queue[Any]) -> Any:

@@ -200,7 +200,13 @@ class Model:
         if not requests:
             return 0.0
         context = self.context + sum([request.context for request in self.waiting.values()])
-        return self.costs.step(len(requests), context) / min([request.objective.tbt_s for request in requests])
+        return self.costs.step(len(requests), context) / self.tbt_s
+
+    @property
+    def tbt_s(self) -> float:
+        """The shortest objective of its requests; 0 without any."""
+        requests = [*self.running.values(), *self.waiting.values()]
+        return min([request.objective.tbt_s for request in requests], default=0.0)
 
     def due_at(self) -> float | None:
         """When time alone changes it: it is tried again, or goes to sleep for want of requests; None: never."""
@@ -235,5 +241,6 @@ class Model:
             fetch_ms=round(self.fetch_ms, 3),
             step_ms=round(self.costs.step(1, 1) * 1e3, 3) if self.tokens else 0.0,
             busy=round(self.busy, 4),
+            tbt_s=self.tbt_s,
             prefill_ms=round(self.costs.prefill(self.spec.max_model_len) * 1e3, 3) if self.tokens else 0.0,
         )

@@ -21,11 +21,15 @@ import uvloop
 
 from runtime import pipe
 from runtime.config import RuntimeSettings
+from runtime.hosting import Hosting
+from runtime.memory.hostblocks import HostBlocks
 from runtime.migrate import AT_ONCE, Migrations, NotMoved, Stream
+from runtime.peers import Peers
 from runtime.ring import Ring
 from runtime.stepping import Stepping
+from runtime.transport import Door
 from store import observe, wire
-from store.bus import LEASE_TTL_S, Bus, BusError
+from store.bus import Bus, BusError
 from store.wire import Delta, Finish, Refusal, Residency, Role
 
 log = structlog.get_logger()
@@ -56,12 +60,17 @@ class Node:
         self.id = settings.runtime_id
         self.epoch = time.time_ns() // 1_000_000
         self._gateways: dict[str, Gateway] = {}
-        self._specs: dict[str, wire.EngineSpec] = {}
+        self._hosting = Hosting(self.id)
+        self._hosted: dict[str, wire.EngineSpec] = {}  # what the device was told to host
+        self._leaving: dict[str, asyncio.Task[None]] = {}  # models: what it has of them goes on elsewhere
         self._state = pipe.State()
+        self._forms: dict[str, wire.KvForm] = {}  # of the models whose engines are built
         self._device: pipe.NodeEnd | None = None
         self._process: asyncio.subprocess.Process | None = None  # of the device, the last that was started
-        self._engine = ""
-        self._draining = False
+        self._engine, self.life = "", 0  # what the device process said of itself
+        self._draining = False  # to end
+        self._held: asyncio.Task[None] | None = None  # draining, but not to end: its streams go on elsewhere
+        self._held_by = 0  # the term of the scheduler that said so; 0: an operator
         self._role = settings.role
         self._term = 0  # of the scheduler that was heard last
         self._lease_due = asyncio.Event()
@@ -72,12 +81,16 @@ class Node:
             self._host_cache = os.memfd_create("staccato-host-cache")
             os.ftruncate(self._host_cache, settings.host_cache)
         self.host_cache_id = _name_of(self._host_cache)
+        self.blocks = HostBlocks(self._host_cache)
+        self.door = Door(self.blocks)
         self._migrations = Migrations(bus, self)
-        self._peers: dict[str, tuple[wire.Lease, float]] = {}  # other runtimes, and when they said so
+        self._peers = Peers(self.id, self.host_cache_id)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains: refuses new requests, lets the open ones end, and leaves those
         that take too long to other runtimes."""
+        settings = self._settings
+        self.door.open(settings.transport_bind, settings.transport_port, settings.transport_advertise)
         await self._bus.subscribe(wire.GATEWAY_ALIVE, self._gateway_alive)
         await self._bus.subscribe(wire.cancel_subject(self.id), self._cancel)
         await self._bus.respond(wire.run_subject(self.id), self._run)
@@ -86,7 +99,9 @@ class Node:
         await self._migrations.start()
         await self._bus.respond(wire.migrate_subject(self.id), self._migrate)
         await self._bus.respond(wire.role_subject(self.id), self._set_role)
+        await self._bus.respond(wire.drain_subject(self.id), self._hold)
         await self._bus.watch(wire.LEASES, self._peer_changed)
+        await self._bus.watch(wire.PLACES, self._places_changed)
         await self._bus.watch(wire.MODELS, self._spec_changed)
         jobs = (self._keep_device, self._keep_lease, self._keep_heartbeat, self._watch_steps)
         tasks = [asyncio.create_task(job()) for job in jobs]
@@ -96,6 +111,8 @@ class Node:
         for task in (stopped, *tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.door.close()
+        self.blocks.close()
         with contextlib.suppress(BusError):
             await self._bus.delete(wire.LEASES, self.id)
         for task in done - {stopped}:
@@ -106,7 +123,7 @@ class Node:
         self._lease_due.set()
         deadline = time.monotonic() + self._settings.drain_s
         moving = self._migrations.spawn(self._move_all())
-        while self._open_streams() and time.monotonic() < deadline:
+        while (self._open_streams() or self._migrations.landing) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         moving.cancel()
         await self._lose_all("the runtime is shutting down")
@@ -131,15 +148,15 @@ class Node:
 
     def refusal(self, run: wire.Run) -> wire.Reply | None:
         state = self._state.models.get(run.model)
-        if self._draining:
+        if self._draining or self._held:
             return wire.Reply(refusal=Refusal.DRAINING, reason=f"runtime {self.id} is draining")
         if self._device is None:
             return wire.Reply(refusal=Refusal.BUSY, reason=f"runtime {self.id} is starting its device process")
         if run.engine != self._engine:
             reason = f"runtime {self.id} runs {self._engine}, the request was written by {run.engine}"
             return wire.Reply(refusal=Refusal.ENGINE_VERSION, reason=reason)
-        if run.model not in self._specs:
-            reason = f"runtime {self.id} was not given model {run.model}"
+        if run.model not in self._hosted or run.model in self._leaving:
+            reason = f"runtime {self.id} does not host model {run.model}"
             return wire.Reply(refusal=Refusal.UNKNOWN_MODEL, reason=reason)
         if state and state.residency is Residency.FAILED:
             return wire.Reply(refusal=Refusal.MODEL_FAILED, reason=state.error)
@@ -170,7 +187,7 @@ class Node:
 
     async def _control(self, data: bytes) -> wire.Reply:
         control = wire.decode(wire.Control, data)
-        if control.model not in self._specs:
+        if control.model not in self._hosted:
             return wire.Reply(refusal=Refusal.UNKNOWN_MODEL, reason=f"runtime {self.id} has no model {control.model}")
         if control.op not in ("sleep", "wake"):
             return wire.Reply(refusal=Refusal.BAD_MESSAGE, reason=f"no operation {control.op!r}: sleep or wake")
@@ -183,21 +200,62 @@ class Node:
         if gateway := self._gateways.get(wire.decode(wire.GatewayAlive, data).gateway):
             gateway.heard_at = time.monotonic()
 
+    # ── what it hosts ─────────────────────────────────────────────────────────────────────────────────────────────────
+
     def _spec_changed(self, key: str, value: bytes | None) -> None:
-        if value is None:
-            if self._specs.pop(key, None) and self._device:
-                self._device.send(pipe.Withdraw(key))
-            return
-        spec = wire.decode(wire.EngineSpec, value)
-        if spec != self._specs.get(key):
-            self._specs[key] = spec
-            if self._device:
-                self._device.send(pipe.Place(spec))
+        self._hosting.spec_changed(key, None if value is None else wire.decode(wire.EngineSpec, value))
+        if value is None and key in self._hosted:  # its streams are not to go on anywhere
+            self._withdraw(key)
+        self._host()
+
+    def _places_changed(self, key: str, value: bytes | None) -> None:
+        self._hosting.places_changed(key, None if value is None else wire.decode(wire.Places, value))
+        self._host()
+
+    def _host(self) -> None:
+        """Models that it is to host now, and those that it no longer is to."""
+        now = time.monotonic()
+        wanted = self._hosting.hosted(self._peers.there(now), now)
+        for key, spec in wanted.items():
+            if task := self._leaving.pop(key, None):
+                task.cancel()
+            if spec != self._hosted.get(key):
+                self._hosted[key] = spec
+                if self._device:
+                    self._device.send(pipe.Place(spec))
+        for key in self._hosted.keys() - wanted.keys() - self._leaving.keys():
+            self._leaving[key] = self._migrations.spawn(self._leave(key))
+            self._lease_due.set()
+
+    async def _leave(self, model: str) -> None:
+        """Its streams go on elsewhere, or end here; then it goes."""
+        while any(
+            stream.run.model == model for gateway in self._gateways.values() for stream in gateway.streams.values()
+        ):
+            await self._move_off_all(model)
+        log.info("node.left_model", model=model)
+        self._withdraw(model)
+
+    def _withdraw(self, model: str) -> None:
+        if task := self._leaving.pop(model, None):
+            task.cancel()
+        del self._hosted[model]
+        if self._device:
+            self._device.send(pipe.Withdraw(model))
 
     # ── streams that move ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def device(self) -> pipe.NodeEnd | None:
         return self._device
+
+    def lease(self, runtime: str) -> wire.Lease | None:
+        return self._peers.lease(runtime)
+
+    def form(self, model: str) -> wire.KvForm | None:
+        return self._forms.get(model)
+
+    def tokens_most(self, model: str) -> int:
+        return self._hosted[model].max_model_len
 
     def stream(self, gateway: str, number: int) -> Stream | None:
         known = self._gateways.get(gateway)
@@ -219,12 +277,35 @@ class Node:
 
     async def _migrate(self, data: bytes) -> wire.Reply:
         migrate = wire.decode(wire.Migrate, data)
-        if migrate.term < self._term:
-            reason = f"the scheduler of term {migrate.term} was replaced by that of term {self._term}"
-            return wire.Reply(refusal=Refusal.BUSY, reason=reason)
-        self._term = migrate.term
+        if refusal := self._late(migrate.term):
+            return refusal
         for gateway, number in self._movable(migrate.model)[: migrate.count]:
             self._migrations.spawn(self._move(gateway, number, migrate.target))
+        return wire.Reply()
+
+    def _late(self, term: int) -> wire.Reply | None:
+        """Why an order is not obeyed: a later scheduler has spoken. An operator, of term 0, always is."""
+        if 0 < term < self._term:
+            reason = f"the scheduler of term {term} was replaced by that of term {self._term}"
+            return wire.Reply(refusal=Refusal.BUSY, reason=reason)
+        self._term = max(term, self._term)
+        return None
+
+    async def _hold(self, data: bytes) -> wire.Reply:
+        """Like a drain, but it can be called off. What an operator said only an operator takes back."""
+        drain = wire.decode(wire.Drain, data)
+        if refusal := self._late(drain.term):
+            return refusal
+        if self._held and not self._held_by and drain.term:
+            reason = f"runtime {self.id} drains by an operator's word"
+            return wire.Reply(refusal=Refusal.DRAINING, reason=reason)
+        if drain.on:
+            self._held_by = drain.term
+            self._held = self._held or self._migrations.spawn(self._move_all())
+        elif self._held:
+            self._held.cancel()
+            self._held = None
+        self._lease_due.set()
         return wire.Reply()
 
     def _movable(self, model: str = "") -> list[tuple[str, int]]:
@@ -251,8 +332,12 @@ class Node:
     async def _move_all(self) -> None:
         """To whoever can take them, until none is left; those that can't move just now are tried again."""
         while True:
-            movable = [named for named in self._movable() if self._target(*named)][:AT_ONCE]
-            await asyncio.gather(*(self._move_off(*named) for named in movable), asyncio.sleep(0.05))
+            await self._move_off_all()
+
+    async def _move_off_all(self, model: str = "") -> None:
+        """Some of them; those that can't move just now may the next time."""
+        movable = [named for named in self._movable(model) if self._target(*named)][:AT_ONCE]
+        await asyncio.gather(*(self._move_off(*named) for named in movable), asyncio.sleep(0.05))
 
     async def _move_off(self, gateway: str, number: int) -> None:
         if target := self._target(gateway, number):
@@ -274,40 +359,18 @@ class Node:
 
     def _target(self, gateway: str, number: int) -> str | None:
         stream = self.stream(gateway, number)
-        return self._peer(stream.run.model) if stream else None
-
-    def _peer(self, model: str) -> str | None:
-        """The runtime that shares our host cache and has the model: of those that decode, if there are, that with the
-        fewest requests."""
-        fresh_at = time.monotonic() - LEASE_TTL_S
-        peers = [
-            (
-                lease.role is Role.PREFILL,
-                lease.models[model].residency is not Residency.RESIDENT,
-                _requests(lease),
-                id,
-            )
-            for id, (lease, at) in self._peers.items()
-            if id != self.id and at > fresh_at and not lease.draining
-            if lease.host_cache == self.host_cache_id and lease.engine == self._engine
-            if model in lease.models and lease.models[model].residency is not Residency.FAILED
-        ]
-        if not peers or (self._role is Role.PREFILL and not self._draining and min(peers)[0]):
-            return None
-        return min(peers)[-1]
+        handing_on = self._role is Role.PREFILL and not self._draining
+        return self._peers.target(stream.run.model, self._engine, time.monotonic(), handing_on) if stream else None
 
     def _peer_changed(self, id: str, value: bytes | None) -> None:
-        if value is None:
-            self._peers.pop(id, None)
-        else:
-            self._peers[id] = (wire.decode(wire.Lease, value), time.monotonic())
+        self._peers.changed(id, None if value is None else wire.decode(wire.Lease, value), time.monotonic())
 
     # ── the device process ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _keep_device(self) -> None:
         while not self._draining:
             await self._serve_device()
-            self._device, self._state = None, pipe.State()
+            self._device, self._state, self._forms = None, pipe.State(), {}
             stepped = self._stepping.under_way()
             self._stepping.end()
             self._migrations.device_lost()
@@ -353,9 +416,9 @@ class Node:
 
     async def _from_device(self, message: pipe.ToNode, device: pipe.NodeEnd) -> None:
         match message:
-            case pipe.Ready(engine):
-                self._engine, self._device = engine, device
-                for spec in self._specs.values():
+            case pipe.Ready(engine, life):
+                self._engine, self._device, self.life = engine, device, life
+                for spec in self._hosted.values():
                     device.send(pipe.Place(spec))
                 log.info("node.ready", engine=engine)
             case pipe.Made(deltas):
@@ -363,6 +426,8 @@ class Node:
                     await self._publish(gateway_id, made)
             case pipe.State():
                 self._state = message
+            case pipe.Formed(model, form):
+                self._forms[model] = form
             case pipe.LandedHere(move):
                 await self._migrations.landed_here(move)
             case _:
@@ -422,27 +487,29 @@ class Node:
         while True:
             self._lease_due.clear()
             with contextlib.suppress(BusError):  # NATS is away: the lease runs out, gateways know
-                await self._bus.put(wire.LEASES, self.id, self._lease())
+                await self._bus.put(wire.LEASES, self.id, self._own_lease())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEASE_PERIOD_S):  # wait_for of Python 3.11 may swallow a cancellation
                     await self._lease_due.wait()
 
-    def _lease(self) -> wire.Lease:
+    def _own_lease(self) -> wire.Lease:
         return wire.Lease(
             runtime=self.id,
             epoch=self.epoch,
             engine=self._engine if self._device else "",
-            draining=self._draining,
+            draining=self._draining or self._held is not None,
             role=self._role,
             host_cache=self.host_cache_id,
+            receives_at=self.door.address,
             holder=self._state.holder,
             switches=self._state.switches,
             moved=self._migrations.moved,
             page_bytes=self._state.page_bytes,
             pages_total=self._state.pages_total,
             pages_used=self._state.pages_used,
-            models=self._state.models,
+            models={key: state for key, state in self._state.models.items() if key not in self._leaving},
             attainment=self._state.attainment,
+            accounts=self._state.accounts,
         )
 
     async def _keep_heartbeat(self) -> None:
@@ -451,6 +518,7 @@ class Node:
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
             now = time.monotonic()
             self._migrations.sweep(now)
+            self._host()
             for gateway_id, gateway in list(self._gateways.items()):
                 if not self._bus.connected:
                     gateway.heard_at = now
@@ -462,10 +530,6 @@ class Node:
                     await self._send_frame(gateway_id, wire.encode(beat))
                 elif now - gateway.heard_at > RING_KEPT_S:
                     gateway.ring.clear()
-
-
-def _requests(lease: wire.Lease) -> int:
-    return sum(state.running + state.waiting for state in lease.models.values())
 
 
 def _name_of(host_cache: int) -> str:

@@ -95,11 +95,13 @@ class Stay(msgspec.Struct, frozen=True, tag=True):
 
 
 class Coming(msgspec.Struct, frozen=True, tag=True):
-    """A request may come, with about so many tokens; answered by Answered, like the next two."""
+    """A request may come, with about so many tokens in such blocks; answered by Answered, like the next two."""
 
     move: str
     run: wire.Run
     tokens: int
+    form: wire.KvForm
+    owner: int = 0  # whose they are in the host cache; 0: they are received from another host
 
 
 class Take(msgspec.Struct, frozen=True, tag=True):
@@ -118,6 +120,8 @@ class Adopt(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotComing(msgspec.Struct, frozen=True, tag=True):
+    """Followed by LandedHere too; at once, but where it is ours already."""
+
     move: str
 
 
@@ -134,6 +138,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """The device process can take commands."""
 
     engine: str
+    life: int  # of the device process: see runtime/memory/images.py
+
+
+class Formed(msgspec.Struct, frozen=True, tag=True):
+    """The model's engine was built; sent before anything that it makes."""
+
+    model: str
+    form: wire.KvForm
 
 
 class Made(msgspec.Struct, frozen=True, tag=True):
@@ -152,6 +164,7 @@ class State(msgspec.Struct, frozen=True, tag=True):
     pages_total: int = 0
     pages_used: int = 0
     attainment: dict[str, wire.Attained] = {}  # by label
+    accounts: wire.Accounts = wire.Accounts()
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
@@ -183,10 +196,12 @@ class Answered(msgspec.Struct, frozen=True, tag=True):
 
 
 class LandedHere(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is read from the host cache for it any more."""
+
     move: str
 
 
-ToNode = Ready | Made | State | Staged | Left | NotMoving | Answered | LandedHere
+ToNode = Ready | Formed | Made | State | Staged | Left | NotMoving | Answered | LandedHere
 
 _encoder = msgspec.msgpack.Encoder()
 _to_device = msgspec.msgpack.Decoder(ToDevice)

@@ -29,6 +29,14 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
+class Spent:
+    """Of a device's time, on one request or on many: see runtime/account.py."""
+
+    gpu_us: int = 0
+    switch_us: int = 0
+
+
+@dataclass(slots=True)
 class Request:
     """One stream of tokens asked of this runtime."""
 
@@ -47,6 +55,7 @@ class Request:
     handed: bool = False  # the keys and values of its tokens come with it: else they are computed again
     computed: bool = field(init=False)  # they are on this device
     progress: Progress = field(init=False)
+    spent: Spent = field(default_factory=Spent)  # on this device
 
     def __post_init__(self) -> None:
         self.computed = self.handed

@@ -1,4 +1,5 @@
-"""The scheduler: looks at the whole fleet once a second and says which runtime gives requests to which other.
+"""The scheduler: looks at the whole fleet once a second and says which runtime gives requests to which other, which
+of them host a model that not all are to host, and how many there should be.
 
 It knows what the runtimes' leases say, sums of each model and nothing of single requests, and keeps nothing: another
 one begins where the last stopped, with the next leases. One of them leads at a time; its orders carry its term, and
@@ -19,9 +20,11 @@ import uuid
 import structlog
 import uvloop
 
-from runtime.cluster import Cluster, Migrate, Order, Rules
+from runtime.cluster import JOIN_S_MOST, Cluster, Drain, Join, Migrate, Order, Rules
 from runtime.config import SchedulerSettings
+from runtime.placing import Placing
 from runtime.policy.migration import Load
+from runtime.policy.scaling import Band
 from runtime.request import ModelKey
 from store import observe, wire
 from store.bus import LEASE_TTL_S, Bus, BusError
@@ -38,25 +41,36 @@ class Fleet:
 
     def __init__(self, rules: Rules) -> None:
         self.cluster = Cluster(0, {}, rules)
+        self.placing = Placing()
         self._numbers: dict[str, int] = {}
         self._names: list[str] = []
-        self._epochs: dict[str, int] = {}
-        self._heard_at: dict[str, float] = {}
+        self._leases: dict[str, wire.Lease] = {}  # of those that are there
+        self._heard_at: dict[str, float] = {}  # also of those that are gone
         self._specs: dict[str, wire.EngineSpec] = {}
+        self.draining: set[str] = set()  # those that say so, and those that were told to
+
+    # ── told ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def spec_changed(self, key: str, value: bytes | None) -> None:
-        if value is None:
+        spec = None if value is None else wire.decode(wire.EngineSpec, value)
+        self.placing.spec_changed(key, spec)
+        if spec is None:
             self._specs.pop(key, None)
         else:
-            self._specs[key] = wire.decode(wire.EngineSpec, value)
+            self._specs[key] = spec
+
+    def places_changed(self, key: str, value: bytes | None) -> None:
+        self.placing.places_changed(key, None if value is None else wire.decode(wire.Places, value))
 
     def heard(self, lease: wire.Lease, now: float) -> None:
         if not lease.engine:  # its device process is being started
             self.gone(lease.runtime)
             return
         number = self._number(lease)
-        self._heard_at[lease.runtime] = now
-        self.cluster.hear(self._load(number, lease, now))
+        self._leases[lease.runtime], self._heard_at[lease.runtime] = lease, now
+        self.placing.hear(lease, now)
+        if self.cluster.devices[number].there:
+            self.cluster.hear(self._load(number, lease, now))
 
     def _number(self, lease: wire.Lease) -> int:
         """A runtime that was started again is another device in the same place."""
@@ -65,12 +79,19 @@ class Fleet:
             known = self._numbers[id] = len(self._names)
             self._names.append(id)
             self.cluster.joined(known)
-        elif not self.cluster.devices[known].there:
-            self.cluster.joined(known)
-        elif self._epochs[id] != lease.epoch:
+        device, before = self.cluster.devices[known], self._leases.get(id)
+        anew = before is not None and before.epoch != lease.epoch
+        takes_again = before is not None and before.draining and not lease.draining
+        if device.there and (anew or takes_again):
             self.cluster.died(known)
+        if lease.draining:
+            self.draining.add(id)
+        elif anew or takes_again:
+            self.draining.discard(id)
+        if not self.cluster.devices[known].there and not lease.draining:
             self.cluster.joined(known)
-        self._epochs[id] = lease.epoch
+        if lease.draining and self.cluster.devices[known].there:
+            self.cluster.leaves(known)
         return known
 
     def _load(self, number: int, lease: wire.Lease, now: float) -> Load:
@@ -94,27 +115,54 @@ class Fleet:
         )
 
     def gone(self, runtime: str) -> None:
-        self._heard_at.pop(runtime, None)
-        number = self._numbers.get(runtime)
-        if number is not None and self.cluster.devices[number].there:
+        lease = self._leases.pop(runtime, None)
+        self.placing.gone(runtime)
+        if lease is None:
+            return
+        number = self._numbers[runtime]
+        if self.cluster.devices[number].there:
             self.cluster.died(number)
+        if lease.draining:  # it was told to go
+            self.cluster.forgotten(number)
+        self.draining.discard(runtime)
 
-    def tick(self, now: float) -> list[tuple[str, wire.Migrate]]:
+    def settled(self, runtime: str) -> None:
+        self.cluster.settled(self._numbers[runtime])
+
+    # ── asked ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def tick(self, now: float) -> list[tuple[str, wire.Migrate | wire.Drain]]:
         """What to say to whom."""
         for runtime, at in list(self._heard_at.items()):
             if now - at > LEASE_TTL_S:
                 self.gone(runtime)
-        return [said for order in self.cluster.tick(now) if (said := self._said(order)) is not None]
+            if now - at > JOIN_S_MOST:
+                self.cluster.forgotten(self._numbers[runtime])
+        return [said for order in self.cluster.tick(now) for said in self._said(order)]
 
-    def _said(self, order: Order) -> tuple[str, wire.Migrate] | None:
-        if not isinstance(order, Migrate):
-            return None
-        source, target = self._names[order.source], self._names[order.target]
-        count = 1 if order.model is None else ALL
-        return source, wire.Migrate(target=target, model=order.model or "", count=count)
+    def _said(self, order: Order) -> list[tuple[str, wire.Migrate | wire.Drain]]:
+        match order:
+            case Migrate(source, target, model):
+                return self._migrate(self._names[source], self._names[target], model)
+            case Drain(device):
+                self.draining.add(self._names[device])
+                return [(self._names[device], wire.Drain(on=True))]
+            case Join(count):
+                again = sorted(self.draining)[:count]  # they are still there
+                self.draining.difference_update(again)
+                return [(runtime, wire.Drain(on=False)) for runtime in again]
+        return []
 
-    def settled(self, runtime: str) -> None:
-        self.cluster.settled(self._numbers[runtime])
+    def _migrate(self, source: str, target: str, model: ModelKey | None) -> list[tuple[str, wire.Migrate | wire.Drain]]:
+        if model is not None and model not in self._leases[target].models:
+            self.settled(source)
+            return []
+        return [(source, wire.Migrate(target=target, model=model or "", count=1 if model is None else ALL))]
+
+    def wish(self, holder: str) -> wire.Leader:
+        """What the leader says of itself."""
+        scales = self.cluster.rules.band is not None
+        return wire.Leader(holder=holder, wanted=self.cluster.wanted if scales else 0, draining=sorted(self.draining))
 
 
 class Scheduler:
@@ -133,11 +181,13 @@ class Scheduler:
 
     async def run(self, stop: asyncio.Event) -> None:
         await self._bus.watch(wire.MODELS, self._fleet.spec_changed)
+        await self._bus.watch(wire.PLACES, self._fleet.places_changed)
         await self._bus.watch(wire.LEASES, self._lease_changed)
         while not stop.is_set():
             try:
                 await self._lead()
                 if self.leads:
+                    await self._place()
                     await self._give_orders()
             except BusError as error:
                 self._term = 0
@@ -151,7 +201,7 @@ class Scheduler:
 
     async def _lead(self) -> None:
         if self.leads:
-            kept = await self._bus.keep_lead(ROLE, self._name, self._last)
+            kept = await self._bus.keep_lead(ROLE, self._fleet.wish(self._name), self._last)
             if kept is None:
                 log.warning("scheduler.lead_lost", term=self._term)
                 self._term = 0
@@ -168,20 +218,39 @@ class Scheduler:
         else:
             self._fleet.heard(wire.decode(wire.Lease, value), time.monotonic())
 
+    async def _place(self) -> None:
+        for key, places in self._fleet.placing.decide(time.monotonic()).items():
+            if places is None:
+                await self._bus.delete(wire.PLACES, key)
+            else:
+                log.info("scheduler.place", model=key, runtimes=places.runtimes, leaving=places.leaving)
+                await self._bus.put(wire.PLACES, key, places)
+            self._fleet.placing.places_changed(key, places)
+
     async def _give_orders(self) -> None:
-        for runtime, migrate in self._fleet.tick(time.monotonic()):
+        for runtime, order in self._fleet.tick(time.monotonic()):
             self.orders += 1
-            log.info("scheduler.migrate", source=runtime, target=migrate.target, model=migrate.model)
-            order = wire.replace(migrate, term=self._term)
-            try:
-                reply = wire.decode(wire.Reply, await self._bus.request(wire.migrate_subject(runtime), order, TICK_S))
-            except BusError as error:
-                log.warning("scheduler.not_heard", runtime=runtime, error=str(error))
+            refusal = await self._order(runtime, wire.replace(order, term=self._term))
+            log.info("scheduler.order", runtime=runtime, refusal=refusal, **_shown(order))
+            if refusal and isinstance(order, wire.Migrate):
                 self._fleet.settled(runtime)
-                continue
-            if reply.refusal is not None:
-                log.warning("scheduler.refused", runtime=runtime, reason=reply.reason)
-                self._fleet.settled(runtime)
+
+    async def _order(self, runtime: str, order: wire.Migrate | wire.Drain) -> str:
+        """Why it is not obeyed, or nothing."""
+        subject = wire.migrate_subject if isinstance(order, wire.Migrate) else wire.drain_subject
+        try:
+            reply = wire.decode(wire.Reply, await self._bus.request(subject(runtime), order, TICK_S))
+        except BusError as error:
+            return str(error)
+        return reply.reason if reply.refusal is not None else ""
+
+
+def _shown(order: wire.Migrate | wire.Drain) -> dict[str, object]:
+    match order:
+        case wire.Migrate(target=target, model=model):
+            return {"target": target, "model": model}
+        case wire.Drain(on=on):
+            return {"drain": on}
 
 
 async def serve(settings: SchedulerSettings) -> None:
@@ -191,13 +260,16 @@ async def serve(settings: SchedulerSettings) -> None:
         loop.add_signal_handler(signal_number, stop.set)
     name = f"scheduler-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     async with Bus.connect(settings.nats_url, name) as bus:
-        await Scheduler(bus, Rules(migrate=True), name).run(stop)
+        band = Band(settings.runtimes_least, settings.runtimes_most) if settings.runtimes_most else None
+        await Scheduler(bus, Rules(migrate=True, band=band), name).run(stop)
 
 
 def main() -> int:
     observe.configure_logs("scheduler")
     try:
-        uvloop.run(serve(SchedulerSettings()))
+        settings = SchedulerSettings()
+        settings.check()
+        uvloop.run(serve(settings))
     except (ValueError, BusError) as error:
         print(f"scheduler: {error}", file=sys.stderr)
         return 1

@@ -1,23 +1,93 @@
-"""Prices and the bill. Money is counted in whole pico-units and rounded once, on the line of the bill, half to even."""
+"""Prices and money. An amount is an exact integer until a line of the bill rounds it: once, half to even.
+
+Prices are whole pico-units (1e-12 of the currency) for a token, a second or a GB-second (10^9 bytes for a second).
+What was used is counted in tokens, microseconds and byte-seconds, so an amount is whole in 1e-21 of the currency.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, fields
 
-from sqlalchemy import func, or_, select
+from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.db import new_id
-from store.tables import models, prices, tenants, usage
+from store.tables import prices
 
-LINE_PLACES = 6  # decimals of an amount on the bill
+PICO_PLACES = 12  # decimals of a price
+EXACT_PLACES = 21  # decimals of an amount that nobody has rounded
+EXACT_PER_PICO = 10**9
+
+# ISO 4217: the decimals of the currencies that have not two.
+_MINOR_PLACES = {
+    **dict.fromkeys("BIF CLP DJF GNF ISK JPY KMF KRW PYG RWF UGX UYI VND VUV XAF XOF XPF".split(), 0),
+    **dict.fromkeys("BHD IQD JOD KWD LYD OMR TND".split(), 3),
+    **dict.fromkeys("CLF UYW".split(), 4),
+}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was used: counters that only grow while a request is open."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # among them
+    output_tokens: int = 0
+    gpu_us: int = 0
+    switch_us: int = 0
+    cache_byte_s: int = 0  # of the host cache
+    kv_byte_s: int = 0  # of the device's KV cache
+
+    @property
+    def fresh_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+
+COUNTERS = tuple(field.name for field in fields(Counts))
+
+
+@dataclass(frozen=True)
+class Sku:
+    """A kind of thing that is charged for. Counted in 10**-places of the unit that its rate is for."""
+
+    name: str
+    counter: str  # of Counts
+    rate: str  # of Price
+    unit: str
+    places: int
+
+    def quantity(self, counts: Counts) -> int:
+        return int(getattr(counts, self.counter))
+
+    def pico(self, price: Price | None) -> int:
+        """Of one unit. Nothing, where nobody set a price."""
+        return int(getattr(price, self.rate)) if price else 0
+
+    def amount(self, price: Price | None, quantity: int) -> int:
+        """In 1e-21 of the currency."""
+        parts: int = 10**self.places
+        return quantity * self.pico(price) * EXACT_PER_PICO // parts
+
+
+SKUS = (
+    Sku("prompt", "fresh_tokens", "prompt_pico", "Tokens", 0),
+    Sku("cached", "cached_tokens", "cached_pico", "Tokens", 0),
+    Sku("output", "output_tokens", "output_pico", "Tokens", 0),
+    Sku("gpu", "gpu_us", "gpu_s_pico", "Seconds", 6),
+    Sku("switch", "switch_us", "switch_s_pico", "Seconds", 6),
+    Sku("cache", "cache_byte_s", "cache_gb_s_pico", "GB-Seconds", 9),
+    Sku("kv", "kv_byte_s", "kv_gb_s_pico", "GB-Seconds", 9),
+)
+RATES = tuple(sku.rate for sku in SKUS)
 
 
 @dataclass(frozen=True)
 class Price:
-    """Of one token of each kind. It never changes: another one follows it."""
+    """It never changes: another one follows it."""
 
     id: str
     tenant_id: str | None  # None: for every tenant
@@ -28,49 +98,45 @@ class Price:
     output_pico: int
     valid_from_us: int
     created_us: int
-
-
-@dataclass(frozen=True)
-class Line:
-    """One kind of token of one deployment on one day, at one price."""
-
-    period: str
-    day: str  # UTC
-    tenant: str
-    deployment_id: str
-    deployment: str
-    model: str
-    sku: str  # prompt | cached | output
-    quantity: int  # tokens
-    unit_price: str
-    amount: str
-    currency: str
-    price_id: str
+    gpu_s_pico: int = 0
+    switch_s_pico: int = 0
+    cache_gb_s_pico: int = 0
+    kv_gb_s_pico: int = 0
 
 
 # ── money ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def cost(price: Price | None, counts: Counts) -> int:
+    """In 1e-21 of the currency."""
+    return sum(sku.amount(price, sku.quantity(counts)) for sku in SKUS) if price else 0
+
+
 def cost_pico(price: Price | None, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> int:
-    """`cached_tokens` are among `prompt_tokens`. Nothing, where nobody set a price."""
-    if price is None:
-        return 0
-    fresh = prompt_tokens - cached_tokens
-    return fresh * price.prompt_pico + cached_tokens * price.cached_pico + output_tokens * price.output_pico
+    """Of the tokens alone, in pico-units: what is known while a request runs."""
+    return cost(price, Counts(prompt_tokens, cached_tokens, output_tokens)) // EXACT_PER_PICO
 
 
-def decimal(pico: int, places: int = 12) -> str:
-    """The amount in whole units, rounded half to even to `places` (at most 12) decimals."""
-    step = 10 ** (12 - places)
-    whole, rest = divmod(pico, step)
+def minor_places(currency: str) -> int:
+    """Decimals of the currency's minor unit."""
+    return _MINOR_PLACES.get(currency, 2)
+
+
+def decimal(value: int, scale: int, places: int | None = None) -> str:
+    """value / 10**scale, rounded half to even to `places` (at most `scale`; None: all) decimals."""
+    places = scale if places is None else places
+    step = 10 ** (scale - places)
+    whole, rest = divmod(value, step)
     whole += rest * 2 > step or (rest * 2 == step and whole % 2 == 1)
-    return f"{whole // 10**places}.{whole % 10**places:0{places}d}"
+    digits = f"{abs(whole):0{places + 1}d}"
+    sign = "-" if whole < 0 else ""
+    return f"{sign}{digits[:-places]}.{digits[-places:]}" if places else sign + digits
 
 
 # ── prices ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def price_of(known: list[Price], tenant_id: str, model_id: str | None, started_us: int) -> Price | None:
+def price_of(known: Iterable[Price], tenant_id: str, model_id: str | None, started_us: int) -> Price | None:
     """The one that held when the request started: the tenant's before everybody's, the model's before every model's."""
     fitting = [
         price
@@ -91,13 +157,14 @@ async def add_price(
     tenant_id: str | None,
     model_id: str | None,
     currency: str,
-    pico: tuple[int, int, int],
+    rates: Mapping[str, int],
     valid_from_us: int,
     now_us: int,
 ) -> Price:
-    """`pico` for a prompt, a cached and an output token. A price of the past would change what was booked: assert."""
+    """`rates` by name; those left out cost nothing. A price of the past would change what was booked: assert."""
     assert valid_from_us >= now_us, f"valid from {valid_from_us}, before now, {now_us}"
-    price = Price(new_id(), tenant_id, model_id, currency, *pico, valid_from_us, now_us)
+    every = {name: rates.get(name, 0) for name in RATES}
+    price = Price(new_id(), tenant_id, model_id, currency, valid_from_us=valid_from_us, created_us=now_us, **every)
     await connection.execute(prices.insert().values(**vars(price)))
     return price
 
@@ -116,69 +183,3 @@ async def prices_for(connection: AsyncConnection, tenant_ids: set[str]) -> list[
     """All that may concern these tenants."""
     theirs = or_(prices.c.tenant_id.is_(None), prices.c.tenant_id.in_(sorted(tenant_ids)))
     return [Price(*row) for row in await connection.execute(select(prices).where(theirs))]
-
-
-# ── the bill ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-_DAY_US = 24 * 3600 * 1_000_000
-
-
-async def lines(connection: AsyncConnection, period: str, tenant_id: str | None) -> Iterator[Line]:
-    """In an order that depends on nothing but what was used. Of one tenant, or (None) of all.
-
-    The database is done when this returns; the lines are made as they are taken.
-    """
-    keys = (
-        func.coalesce(tenants.c.name, usage.c.tenant_id).label("tenant"),
-        usage.c.deployment_id,
-        usage.c.deployment,
-        func.coalesce(models.c.name, usage.c.engine_key).label("model"),
-        usage.c.started_us // _DAY_US,
-        usage.c.price_id,
-    )
-    tokens = (usage.c.prompt_tokens, usage.c.cached_tokens, usage.c.output_tokens)
-    query = (
-        select(*keys, *(func.sum(column) for column in tokens))
-        .outerjoin(tenants, tenants.c.id == usage.c.tenant_id)
-        .outerjoin(models, models.c.id == usage.c.model_id)
-        .where(usage.c.period == period, *([usage.c.tenant_id == tenant_id] if tenant_id else []))
-        .group_by(*keys)
-    )
-    known = await all_prices(connection)
-    # Sorted here, not in SQL: databases disagree on the order of texts and of nulls. A row is a deployment's day.
-    rows = [tuple(row) for row in await connection.execute(query)]
-    rows.sort(key=lambda row: (*row[:5], row[5] or ""))
-    return (line for row in rows for line in _lines(period, known.get(row[5]), *row))
-
-
-def _lines(
-    period: str,
-    price: Price | None,
-    tenant: str,
-    deployment_id: str,
-    deployment: str,
-    model: str,
-    day: int,
-    price_id: str | None,
-    prompt: int,
-    cached: int,
-    output: int,
-) -> Iterator[Line]:
-    rates = (price.prompt_pico, price.cached_pico, price.output_pico) if price else (0, 0, 0)
-    counted = (("prompt", int(prompt) - int(cached)), ("cached", int(cached)), ("output", int(output)))
-    for (sku, quantity), rate in zip(counted, rates, strict=True):
-        if quantity:
-            yield Line(
-                period=period,
-                day=f"{datetime.fromtimestamp(day * 86_400, UTC):%Y-%m-%d}",
-                tenant=tenant,
-                deployment_id=deployment_id,
-                deployment=deployment,
-                model=model,
-                sku=sku,
-                quantity=quantity,
-                unit_price=decimal(rate),
-                amount=decimal(rate * quantity, LINE_PLACES),
-                currency=price.currency if price else "",
-                price_id=price_id or "",
-            )

@@ -19,7 +19,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import Error as JetStreamError
-from nats.js.errors import KeyWrongLastSequenceError, NoKeysError, NotFoundError
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NoKeysError, NotFoundError
 from nats.js.kv import KeyValue
 
 from store import wire
@@ -27,6 +27,7 @@ from store import wire
 log = structlog.get_logger()
 
 LEASE_TTL_S = 3.0
+QUOTA_TTL_S = 35 * 86_400.0  # longer than a month, for which budgets are
 REQUEST_TIMEOUT_S = 5.0
 FETCH_S = 2.0  # of one pull: a restarted server has forgotten it, so a longer one would wait for nothing
 CONNECT_TIMEOUT_S = 5.0  # to connect first; later the connection is mended for ever
@@ -133,7 +134,9 @@ class Bus:
         try:
             self._buckets[wire.LEASES] = await self._bucket(wire.LEASES, ttl_s=LEASE_TTL_S)
             self._buckets[wire.MODELS] = await self._bucket(wire.MODELS, ttl_s=None)
+            self._buckets[wire.PLACES] = await self._bucket(wire.PLACES, ttl_s=None)
             self._buckets[wire.LEADER] = await self._bucket(wire.LEADER, ttl_s=LEASE_TTL_S)
+            self._buckets[wire.QUOTAS] = await self._bucket(wire.QUOTAS, ttl_s=QUOTA_TTL_S)
             await self._js.add_stream(
                 StreamConfig(
                     name=wire.USAGE_STREAM,
@@ -236,15 +239,35 @@ class Bus:
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
             raise BusError(f"{wire.LEADER}/{role}: not asked: {error}") from error
 
-    async def keep_lead(self, role: str, holder: str, last: int) -> int | None:
+    async def keep_lead(self, role: str, leader: wire.Leader, last: int) -> int | None:
         """What to say as `last` the next time; None if it ran out, or another has it. Raises BusError."""
-        leader = wire.encode(wire.Leader(holder=holder))
         try:
-            return await self._buckets[wire.LEADER].update(role, leader, last)
+            return await self._buckets[wire.LEADER].update(role, wire.encode(leader), last)
         except KeyWrongLastSequenceError:
             return None
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
             raise BusError(f"{wire.LEADER}/{role}: not kept: {error}") from error
+
+    async def read(self, bucket: str, key: str, kind: type[wire.M]) -> tuple[wire.M | None, int]:
+        """The value, None where there is none, and its revision, to be said to `swap`. Raises BusError, WireError."""
+        try:
+            entry = await self._buckets[bucket].get(key)
+        except KeyNotFoundError as error:  # where it was deleted, the mark of that has a revision
+            return None, error.entry.revision if error.entry else 0
+        except (TimeoutError, JetStreamError, nats.errors.Error) as error:
+            raise BusError(f"{bucket}/{key}: not read: {error}") from error
+        return wire.decode(kind, entry.value or b""), entry.revision or 0
+
+    async def swap(self, bucket: str, key: str, message: wire.Message, last: int) -> int | None:
+        """Store it if `last` is still the key's revision; the new revision, None if it is not.
+
+        Raises BusError: whether it was stored is not known then."""
+        try:
+            return await self._buckets[bucket].update(key, wire.encode(message), last)
+        except KeyWrongLastSequenceError:
+            return None
+        except (TimeoutError, JetStreamError, nats.errors.Error) as error:
+            raise BusError(f"{bucket}/{key}: not known to be stored: {error}") from error
 
     async def keys(self, bucket: str) -> list[str]:
         try:

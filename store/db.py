@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,6 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 BUSY_TIMEOUT_S = 5.0  # longest wait for another process's write lock
 MIGRATION_TIMEOUT_S = 120.0
+PAGE_ROWS = 1000  # of a long answer in memory at a time
 MIGRATION_LOCK = 0x57ACCA70  # key of PostgreSQL's advisory lock
 
 AnyRow: TypeAlias = "Row[*tuple[Any, ...]]"
@@ -74,6 +75,13 @@ def insert(connection: AsyncConnection, table: Table) -> sqlite.Insert | postgre
     return sqlite.insert(table) if connection.dialect.name == "sqlite" else postgresql.insert(table)
 
 
+async def pages(connection: AsyncConnection, query: AnySelect) -> AsyncIterator[Sequence[AnyRow]]:
+    """The answer piece by piece, never whole in memory. The connection is for nothing else meanwhile."""
+    answer = await connection.stream(query, execution_options={"yield_per": PAGE_ROWS})
+    async for page in answer.partitions():
+        yield page
+
+
 def new_id() -> str:
     """32 hex digits that sort by the time they were made."""
     return uuid_utils.uuid7().hex
@@ -120,6 +128,14 @@ class Database:
         with self._translated():
             async with self._engine.begin() as connection:
                 yield connection
+
+    @contextlib.asynccontextmanager
+    async def snapshot(self) -> AsyncIterator[AsyncConnection]:
+        """To read by several queries what the database was at one moment."""
+        async with self.read() as connection:
+            if not self.is_sqlite:  # where every reading transaction is one
+                await connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
+            yield connection
 
     @contextlib.asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncConnection]:

@@ -38,7 +38,7 @@ class Slo(_Part, frozen=True, kw_only=True):
 class Scaling(_Part, frozen=True, kw_only=True):
     idle: Annotated[str, Meta(pattern=DURATION)] = "auto"  # asleep after so long without a request; auto: if need be
     min_resident: Annotated[int, Meta(ge=0, le=1)] = 0  # 1: never asleep
-    max_replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
+    max_replicas: Annotated[int, Meta(ge=1, le=1024)] | None = None  # runtimes that host it; None: all
 
 
 class Nothing(_Part, frozen=True, kw_only=True):
@@ -114,7 +114,8 @@ def engine_of(spec: Spec, model: Model) -> wire.EngineSpec:
     tokens = spec.max_model_len or artefact.context_tokens
     idle, never = idle_s(spec.scaling), pinned(spec.scaling)
     # The folder counts too: nobody's copy may stand in for another's, for its owner could change it.
-    settings = f"{spec.dtype}|{tokens}|{'never' if never else idle}|{model.path}"
+    replicas = spec.scaling.max_replicas or 0
+    settings = f"{spec.dtype}|{tokens}|{'never' if never else idle}|{replicas}|{model.path}"
     return wire.EngineSpec(
         key=f"{artefact.digest[:16]}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}",
         path=model.path,
@@ -126,6 +127,7 @@ def engine_of(spec: Spec, model: Model) -> wire.EngineSpec:
         kv_bytes_per_token=artefact.kv_bytes_per_token * (2 if spec.dtype == "float32" else 1),
         idle_s=idle,
         pinned=never,
+        replicas=replicas,
     )
 
 

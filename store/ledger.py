@@ -1,6 +1,7 @@
 """The process that books usage: from the bus's stream into the database, acknowledged only once it is committed.
 
-Whatever dies in between, the stream delivers again and booking again changes nothing.
+Whatever dies in between, the stream delivers again and booking again changes nothing. Now and then it closes the rows
+of requests that nobody speaks of any more.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from typing import Any
 
 import structlog
 import uvloop
@@ -21,6 +23,7 @@ log = structlog.get_logger()
 
 CONSUMER = "ledger"
 BATCH_MOST = 500
+SWEEP_PERIOD_S = 60.0  # the first comes so late, too: what waits in the stream is booked by then
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # between attempts; the last one again and again
 
 
@@ -41,6 +44,22 @@ async def consume(bus: Bus, database: Database) -> None:
             await batch.ack()
         except BusError as error:  # it comes again, and changes nothing then
             log.warning("ledger.not_acknowledged", messages=len(batch.usages), error=str(error))
+
+
+async def sweep(database: Database, period_s: float = SWEEP_PERIOD_S) -> None:
+    """Endless. Requests whose gateway never came back end by rule."""
+    while True:
+        await asyncio.sleep(period_s)
+        try:
+            async with database.write() as connection:
+                closed = await usage.close_lost(connection, now_us())
+        except NotMigrated:
+            raise
+        except DatabaseError as error:
+            log.warning("ledger.not_swept", error=str(error))
+            continue
+        if closed:
+            log.warning("ledger.lost", requests=closed, silent_s=usage.LEASE_US // 1_000_000)
 
 
 async def _book(database: Database, batch: UsageBatch) -> None:
@@ -66,16 +85,22 @@ async def serve(settings: LedgerSettings) -> None:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     async with Database.open(settings.database_url) as database, Bus.connect(settings.nats_url, "ledger") as bus:
-        consuming = asyncio.create_task(consume(bus, database))
+        work = [asyncio.create_task(consume(bus, database)), asyncio.create_task(sweep(database))]
         stopping = asyncio.create_task(stop.wait())
         log.info("ledger.ready", database=database.shown_url)
-        await asyncio.wait([consuming, stopping], return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if consuming.done():
-            return consuming.result()
-        while not consuming.done():  # nats-py can swallow a cancellation; a batch that is cut off is delivered again
-            consuming.cancel()
-            await asyncio.wait([consuming], timeout=0.5)
+        await asyncio.wait([*work, stopping], return_when=asyncio.FIRST_COMPLETED)
+        failed = [task for task in work if task.done()]
+        for task in (*work, stopping):
+            await _ended(task)
+        for task in failed:
+            task.result()
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    """nats-py can swallow a cancellation; a batch that is cut off is delivered again."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=0.5)
 
 
 def main() -> int:

@@ -22,6 +22,7 @@ tenants = Table(
     Column("id", Text, primary_key=True),
     Column("name", Text, nullable=False),
     Column("weight", Double, nullable=False, server_default="1"),  # how much its patience counts under overload
+    Column("limits", Text),  # JSON of tenants.Limits; null: none
     Column("created_us", BigInteger, nullable=False),
     Column("deleted_us", BigInteger),
 )
@@ -109,6 +110,10 @@ prices = Table(
     Column("output_pico", BigInteger, nullable=False),
     Column("valid_from_us", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
+    Column("gpu_s_pico", BigInteger, nullable=False, server_default="0"),  # a second of a device
+    Column("switch_s_pico", BigInteger, nullable=False, server_default="0"),
+    Column("cache_gb_s_pico", BigInteger, nullable=False, server_default="0"),  # 10^9 bytes for a second
+    Column("kv_gb_s_pico", BigInteger, nullable=False, server_default="0"),
 )
 
 # No foreign keys: a token that was delivered is booked, whatever became of its tenant.
@@ -134,9 +139,44 @@ usage = Table(
     Column("started_us", BigInteger, nullable=False),
     Column("ended_us", BigInteger, nullable=False),
     Column("finish", Text, nullable=False),
+    Column("gpu_us", BigInteger, nullable=False, server_default="0"),  # of device steps
+    Column("switch_us", BigInteger, nullable=False, server_default="0"),  # of its model's way in
+    Column("cache_byte_s", BigInteger, nullable=False, server_default="0"),  # of the host cache
+    Column("kv_byte_s", BigInteger, nullable=False, server_default="0"),  # of the device's KV cache
 )
 Index("usage_by_tenant", usage.c.tenant_id, usage.c.started_us)
 Index("usage_by_period", usage.c.period, usage.c.tenant_id)
+# Few rows are open at a time: who looks for those that were forgotten reads no others.
+Index("usage_open", usage.c.ended_us, sqlite_where=text("final = 0"), postgresql_where=text("NOT final"))
+
+# Credits and debits by the operator's hand. They follow each other and never change, like everything on the bill.
+corrections = Table(
+    "corrections",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("period", Text, nullable=False),  # YYYY-MM of the bill it stands on
+    Column("corrects", Text, nullable=False),  # YYYY-MM of the bill it is about
+    Column("tenant_id", Text, ForeignKey("tenants.id"), nullable=False),
+    Column("currency", Text, nullable=False),
+    Column("amount_minor", BigInteger, nullable=False),  # minor units; negative: a credit
+    Column("reason", Text, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+)
+Index("corrections_by_period", corrections.c.period, corrections.c.tenant_id)
+
+# What the first export of a closed period was: every later one must be the same.
+exports = Table(
+    "exports",
+    metadata,
+    Column("period", Text, primary_key=True),
+    Column("tenant_id", Text, primary_key=True),  # empty: of all tenants
+    Column("format", Text, primary_key=True),
+    Column("detail", Text, primary_key=True),  # lines | rows
+    Column("version", Text, primary_key=True),  # of the code that wrote it: another one may write other bytes
+    Column("sha256", Text, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+)
 
 events = Table(
     "events",

@@ -7,7 +7,10 @@ import hmac
 import json
 import secrets
 from dataclasses import dataclass, replace
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta, Struct
 from sqlalchemy import ColumnElement, func, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -18,11 +21,40 @@ SCOPES = frozenset({"inference", "control"})
 OVERLAP_US = 24 * 3600 * 1_000_000  # how long a rotated key still works
 
 
+class Budget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """For the requests that begin in one calendar month, UTC."""
+
+    amount: Annotated[str, Meta(pattern=r"^\d{1,12}(\.\d{1,12})?$")]  # whole units of the currency
+    currency: Annotated[str, Meta(pattern=r"^[A-Z]{3}$")] = "USD"
+
+    @property
+    def pico(self) -> int:
+        whole, _, rest = self.amount.partition(".")
+        return int(whole) * 10**12 + int(rest.ljust(12, "0"))
+
+
+_Count = Annotated[int, Meta(ge=1, le=10**9)]
+
+
+class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Of all that a tenant asks for together, but for `max_output_tokens`, which is of one request. None: no limit."""
+
+    requests_per_minute: _Count | None = None
+    tokens_per_minute: _Count | None = None  # prompt and output
+    concurrent_streams: _Count | None = None  # requests that are being answered, streamed or not
+    max_output_tokens: _Count | None = None
+    monthly_budget: Budget | None = None
+
+
+NO_LIMITS = Limits()
+
+
 @dataclass(frozen=True)
 class Tenant:
     id: str
     name: str
     weight: float
+    limits: Limits
     created_us: int
 
 
@@ -47,6 +79,7 @@ class KnownKey:
     id: str
     tenant_id: str
     tenant: str
+    limits: Limits
     scopes: frozenset[str]
     expires_us: int | None
 
@@ -60,33 +93,49 @@ class TenantInUse(Exception):
 
 # ── tenants ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_TENANT = (tenants.c.id, tenants.c.name, tenants.c.weight, tenants.c.created_us)
+_TENANT = (tenants.c.id, tenants.c.name, tenants.c.weight, tenants.c.limits, tenants.c.created_us)
 _ALIVE = tenants.c.deleted_us.is_(None)
 
 
-async def create(connection: AsyncConnection, name: str, now_us: int, weight: float = 1.0) -> Tenant:
+async def create(
+    connection: AsyncConnection, name: str, now_us: int, weight: float = 1.0, limits: Limits = NO_LIMITS
+) -> Tenant:
     """Raises Taken."""
-    tenant = Tenant(new_id(), name, weight, now_us)
+    tenant = Tenant(new_id(), name, weight, limits, now_us)
+    row = {"id": tenant.id, "name": name, "weight": weight, "limits": _limits_text(limits), "created_us": now_us}
     with added_once("tenant", name):
-        await connection.execute(tenants.insert().values(id=tenant.id, name=name, weight=weight, created_us=now_us))
+        await connection.execute(tenants.insert().values(**row))
     return tenant
 
 
-async def weigh(connection: AsyncConnection, tenant: Tenant, weight: float) -> Tenant:
-    await connection.execute(update(tenants).where(tenants.c.id == tenant.id).values(weight=weight))
-    return replace(tenant, weight=weight)
+async def change(connection: AsyncConnection, tenant: Tenant, weight: float, limits: Limits) -> Tenant:
+    row = {"weight": weight, "limits": _limits_text(limits)}
+    await connection.execute(update(tenants).where(tenants.c.id == tenant.id).values(**row))
+    return replace(tenant, weight=weight, limits=limits)
+
+
+def _limits_text(limits: Limits) -> str | None:
+    return None if limits == NO_LIMITS else msgspec.json.encode(limits).decode()
+
+
+def _limits(text: str | None) -> Limits:
+    return NO_LIMITS if text is None else msgspec.json.decode(text, type=Limits)
 
 
 async def tenant(connection: AsyncConnection, name: str, lock: bool = False) -> Tenant | None:
     """`lock` holds it against deletion until the transaction ends."""
     query = select(*_TENANT).where(_ALIVE, tenants.c.name == name)
     row = (await connection.execute(query.with_for_update() if lock else query)).one_or_none()
-    return Tenant(*row) if row else None
+    return _tenant(row) if row else None
 
 
 async def listed(connection: AsyncConnection, after: str, most: int) -> list[Tenant]:
     query = select(*_TENANT).where(_ALIVE, tenants.c.id > after).order_by(tenants.c.id).limit(most)
-    return [Tenant(*row) for row in await connection.execute(query)]
+    return [_tenant(row) for row in await connection.execute(query)]
+
+
+def _tenant(row: AnyRow) -> Tenant:
+    return Tenant(row[0], row[1], row[2], _limits(row[3]), row[4])
 
 
 async def delete(connection: AsyncConnection, tenant: Tenant, now_us: int) -> None:
@@ -175,9 +224,12 @@ async def listed_keys(connection: AsyncConnection, tenant_id: str, after: str, m
 
 async def key_by_mac(connection: AsyncConnection, mac: str) -> KnownKey | None:
     """None for a key that is unknown or revoked."""
-    query = select(keys.c.id, tenants.c.id, tenants.c.name, keys.c.scopes, keys.c.expires_us).join(tenants)
-    row = (await connection.execute(query.where(keys.c.mac == mac, keys.c.revoked_us.is_(None), _ALIVE))).one_or_none()
-    return KnownKey(row[0], row[1], row[2], frozenset(json.loads(row[3])), row[4]) if row else None
+    columns = (keys.c.id, tenants.c.id, tenants.c.name, tenants.c.limits, keys.c.scopes, keys.c.expires_us)
+    query = select(*columns).join(tenants).where(keys.c.mac == mac, keys.c.revoked_us.is_(None), _ALIVE)
+    row = (await connection.execute(query)).one_or_none()
+    if row is None:
+        return None
+    return KnownKey(row[0], row[1], row[2], _limits(row[3]), frozenset(json.loads(row[4])), row[5])
 
 
 def _key(row: AnyRow) -> Key:

@@ -1,28 +1,45 @@
 """What was used: one row for each attempt at a request, booked from cumulative counters, and its sums.
 
-A message replaces the row when it is later in the order (final, seq): whatever order and however often messages come,
-the row is that of the greatest. The prompt is charged by the first attempt alone: that a second one was needed is the
-platform's cost. A row stands on the bill of the month the request started in; a period closes CLOSING_US after its
-month, what comes later for it stands on the next bill, and its rows don't change any more.
+A row has the greatest value that any message said of each counter; the rest is of the latest message in the order
+(final, seq). So whatever order and however often messages come, the row is the same. The prompt is charged by the
+first attempt alone: that a second one was needed is the platform's cost. A row stands on the bill of the month the
+request started in; a period closes CLOSING_US after its month, what comes later for it stands on the next bill, and
+its rows don't change any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any, TypeAlias
 
-from sqlalchemy import and_, func, or_, select, tuple_
+from sqlalchemy import (
+    ColumnElement,
+    FromClause,
+    and_,
+    case,
+    func,
+    literal_column,
+    or_,
+    select,
+    tuple_,
+    update,
+)
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.billing import Price, all_prices, cost_pico, price_of, prices_for
+from store.billing import COUNTERS, EXACT_PER_PICO, Counts, Price, all_prices, cost, price_of, prices_for
 from store.db import insert
 from store.tables import models, revisions, tenants, usage
 from store.wire import Usage
 
 _HOUR_US = 3600 * 1_000_000
-_DAY_US = 24 * _HOUR_US
-CLOSING_US = _DAY_US
+DAY_US = 24 * _HOUR_US
+CLOSING_US = DAY_US
+SETTLING_US = 600 * 1_000_000  # clocks of processes differ, and what was begun before the closing is committed after it
+LEASE_US = 900 * 1_000_000  # gateways speak of open requests every few seconds: who was silent for so long is gone
+
+Row: TypeAlias = dict[str, str | int | bool | None]
 
 
 def period_of(us: int) -> str:
@@ -31,55 +48,66 @@ def period_of(us: int) -> str:
 
 
 def is_closed(period: str, now_us: int) -> bool:
-    """Its rows don't change any more."""
-    return period < _first_open(now_us)
+    """Its rows don't change any more, whichever clock is asked."""
+    return period < first_open(now_us - SETTLING_US)
 
 
-def _first_open(now_us: int) -> str:
+def first_open(now_us: int) -> str:
+    """The earliest period that what is booked now can stand on."""
     return period_of(now_us - CLOSING_US)
 
 
 # ── booking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def book(connection: AsyncConnection, messages: Iterable[Usage], now_us: int) -> None:
+async def book(connection: AsyncConnection, messages: Sequence[Usage], now_us: int) -> None:
     """Carry the messages into the table; a message that is known, or older than what is known, changes nothing."""
-    latest = greatest(messages)
-    if not latest:
+    if not messages:
         return
-    known_prices = await prices_for(connection, {message.tenant_id for message in latest})
-    model_ids = await _model_ids(connection, latest)
-    rows = [_row(message, model_ids, known_prices, now_us) for message in latest]
+    known_prices = await prices_for(connection, {message.tenant_id for message in messages})
+    model_ids = await _model_ids(connection, messages)
+    rows = merged(_row(message, model_ids, known_prices, now_us) for message in messages)
     statement = insert(connection, usage)
     new = statement.excluded
     newer = or_(
         and_(new.final, ~usage.c.final),
         and_(new.final == usage.c.final, new.seq > usage.c.seq),
     )
-    counted = ("seq", "final", "prompt_tokens", "cached_tokens", "output_tokens", "ended_us", "finish")
+    greatest = {name: _chosen(new[name] > usage.c[name], new[name], usage.c[name]) for name in COUNTERS}
+    latest = {name: _chosen(newer, new[name], usage.c[name]) for name in _LATEST}
+    changes = or_(newer, *(new[name] > usage.c[name] for name in COUNTERS))
     statement = statement.on_conflict_do_update(
         index_elements=[usage.c.request, usage.c.attempt],
-        set_={name: new[name] for name in counted},
-        where=and_(newer, usage.c.period >= _first_open(now_us)),
+        set_=greatest | latest,
+        where=and_(changes, usage.c.period >= first_open(now_us)),
     )
     await connection.execute(statement, rows)
 
 
-def greatest(messages: Iterable[Usage]) -> list[Usage]:
-    """The latest message of each attempt, in an order that makes two writers wait for each other instead of lock up."""
-    latest: dict[tuple[str, int], Usage] = {}
-    for message in messages:
-        key = (message.request, message.attempt)
-        if key not in latest or _rank(message) > _rank(latest[key]):
-            latest[key] = message
-    return [latest[key] for key in sorted(latest)]
+_LATEST = ("seq", "final", "ended_us", "finish")
 
 
-def _rank(message: Usage) -> tuple[bool, int]:
-    return message.final, message.seq
+def _chosen(replaces: ColumnElement[bool], new: ColumnElement[Any], known: ColumnElement[Any]) -> ColumnElement[Any]:
+    return case((replaces, new), else_=known)
 
 
-async def _model_ids(connection: AsyncConnection, messages: list[Usage]) -> dict[tuple[str, int], str]:
+def merged(rows: Iterable[Row]) -> list[Row]:
+    """One for each attempt, in an order that makes two writers wait for each other instead of lock up."""
+    found: dict[tuple[object, object], Row] = {}
+    for row in rows:
+        known = found.setdefault((row["request"], row["attempt"]), row)
+        if known is not row:
+            later = max(known, row, key=_rank)
+            known.update({name: later[name] for name in _LATEST})
+            known.update({name: max(known[name], row[name]) for name in COUNTERS})  # type: ignore[type-var]
+    return [found[key] for key in sorted(found)]
+
+
+def _rank(row: Row) -> tuple[object, object]:
+    return row["final"], row["seq"]
+
+
+async def _model_ids(connection: AsyncConnection, messages: Sequence[Usage]) -> dict[tuple[str, int], str]:
     """(deployment, revision) → model."""
     wanted = sorted({(message.deployment_id, message.revision) for message in messages})
     key = (revisions.c.deployment_id, revisions.c.number)
@@ -87,9 +115,7 @@ async def _model_ids(connection: AsyncConnection, messages: list[Usage]) -> dict
     return {(row[0], row[1]): row[2] for row in rows}
 
 
-def _row(
-    message: Usage, model_ids: dict[tuple[str, int], str], known_prices: list[Price], now_us: int
-) -> dict[str, str | int | bool | None]:
+def _row(message: Usage, model_ids: Mapping[tuple[str, int], str], known_prices: Iterable[Price], now_us: int) -> Row:
     started_us = round(message.started_at * 1e6)
     model_id = model_ids.get((message.deployment_id, message.revision))
     price = price_of(known_prices, message.tenant_id, model_id, started_us)
@@ -99,7 +125,7 @@ def _row(
         "attempt": message.attempt,
         "seq": message.seq,
         "final": message.final,
-        "period": max(period_of(started_us), _first_open(now_us)),
+        "period": max(period_of(started_us), first_open(now_us)),
         "tenant_id": message.tenant_id,
         "key_id": message.key_id,
         "deployment_id": message.deployment_id,
@@ -114,19 +140,45 @@ def _row(
         "started_us": started_us,
         "ended_us": round(message.ended_at * 1e6),
         "finish": message.finish,
+        "gpu_us": message.gpu_us,
+        "switch_us": message.switch_us,
+        "cache_byte_s": message.cache_byte_s,
+        "kv_byte_s": message.kv_byte_s,
     }
+
+
+# ── requests that nobody speaks of any more ───────────────────────────────────────────────────────────────────────────
+
+
+async def close_lost(connection: AsyncConnection, now_us: int) -> int:
+    """Rows past their lease end with what is booked of them. How many; a last word that comes yet still counts."""
+    closed = await connection.execute(update(usage).where(_past_lease(now_us)).values(final=True, finish="lost"))
+    return closed.rowcount
+
+
+async def unreconciled(connection: AsyncConnection, now_us: int) -> int:
+    """Rows past their lease that are still open."""
+    return await connection.scalar(select(func.count()).where(_past_lease(now_us))) or 0
+
+
+def _past_lease(now_us: int) -> ColumnElement[bool]:
+    silent = usage.c.ended_us < now_us - LEASE_US
+    return and_(~usage.c.final, silent, usage.c.period >= first_open(now_us))
 
 
 # ── sums ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+MODEL = func.coalesce(models.c.name, usage.c.engine_key)
+TENANT = func.coalesce(tenants.c.name, usage.c.tenant_id)
 GROUPS = {
-    "tenant": func.coalesce(tenants.c.name, usage.c.tenant_id),
+    "tenant": TENANT,
     "deployment": usage.c.deployment,
-    "model": func.coalesce(models.c.name, usage.c.engine_key),
+    "model": MODEL,
     "key": usage.c.key_id,
-    "day": usage.c.started_us // _DAY_US,
+    "day": usage.c.started_us // DAY_US,
     "hour": usage.c.started_us // _HOUR_US,
 }
+_HALF = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -136,10 +188,30 @@ class Total:
     group: dict[str, str]
     currency: str  # empty: nobody had set a price
     requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    amount_pico: int
+    counts: Counts
+    amount: int  # in 1e-21 of the currency
+
+    @property
+    def amount_pico(self) -> int:
+        """In pico-units, rounded up: at least so much is spent."""
+        return -(-self.amount // EXACT_PER_PICO)
+
+
+def named() -> FromClause:
+    """The rows with the names of their tenants and models, which may be gone."""
+    with_tenants = usage.outerjoin(tenants, tenants.c.id == usage.c.tenant_id)
+    return with_tenants.outerjoin(models, models.c.id == usage.c.model_id)
+
+
+def summed() -> list[ColumnElement[int]]:
+    """Of every counter, in two halves: the whole of a month's byte-seconds may not fit SQLite's 64 bits."""
+    half: ColumnElement[int] = literal_column(str(_HALF))
+    return [func.sum(part) for name in COUNTERS for part in (usage.c[name] // half, usage.c[name] % half)]
+
+
+def counted(sums: Sequence[int]) -> Counts:
+    """What `summed` gave."""
+    return Counts(*(int(high) * _HALF + int(low) for high, low in zip(sums[::2], sums[1::2], strict=True)))
 
 
 async def totals(
@@ -147,41 +219,33 @@ async def totals(
 ) -> list[Total]:
     """Of requests that started in [from, to), of one tenant or (None) of all; `group_by` names GROUPS."""
     columns = [GROUPS[name] for name in group_by]
-    counts = (
-        func.count(usage.c.request.distinct()),
-        func.sum(usage.c.prompt_tokens),
-        func.sum(usage.c.cached_tokens),
-        func.sum(usage.c.output_tokens),
-    )
     query = (
-        select(*columns, usage.c.price_id, *counts)
-        .select_from(
-            usage.outerjoin(tenants, tenants.c.id == usage.c.tenant_id).outerjoin(
-                models, models.c.id == usage.c.model_id
-            )
-        )
-        .where(usage.c.started_us >= from_us, usage.c.started_us < to_us)
-        .where(*([usage.c.tenant_id == tenant_id] if tenant_id else []))
+        select(*columns, usage.c.price_id, func.count(usage.c.request.distinct()), *summed())
+        .select_from(named())
+        .where(usage.c.started_us >= from_us, usage.c.started_us < to_us, *of_tenant(tenant_id))
         .group_by(*columns, usage.c.price_id)
     )
     known = await all_prices(connection)
     sums: dict[tuple[str, ...], Total] = {}
-    for *values, price_id, requests, prompt, cached, output in await connection.execute(query):
-        group = {name: _shown(name, value) for name, value in zip(group_by, values, strict=True)}
-        price = known.get(price_id)
+    for row in await connection.execute(query):
+        price_id, requests, *parts = row[len(columns) :]
+        group = {name: _shown(name, value) for name, value in zip(group_by, row, strict=False)}
+        price, counts = known.get(price_id), counted(parts)
         key = (*group.values(), price.currency if price else "")
-        amount = cost_pico(price, int(prompt), int(cached), int(output))
-        had = sums.get(key, Total(group, key[-1], 0, 0, 0, 0, 0))
+        had = sums.get(key, Total(group, key[-1], 0, Counts(), 0))
         sums[key] = Total(
             group=group,
             currency=had.currency,
             requests=had.requests + requests,
-            prompt_tokens=had.prompt_tokens + int(prompt),
-            cached_tokens=had.cached_tokens + int(cached),
-            output_tokens=had.output_tokens + int(output),
-            amount_pico=had.amount_pico + amount,
+            counts=had.counts + counts,
+            amount=had.amount + cost(price, counts),
         )
     return [sums[key] for key in sorted(sums)]
+
+
+def of_tenant(tenant_id: str | None) -> list[ColumnElement[bool]]:
+    """Of one tenant, or (None) of all."""
+    return [usage.c.tenant_id == tenant_id] if tenant_id else []
 
 
 def _shown(name: str, value: str | int) -> str:
@@ -190,3 +254,40 @@ def _shown(name: str, value: str | int) -> str:
     if name == "day":
         return f"{datetime.fromtimestamp(int(value) * 86_400, UTC):%Y-%m-%d}"
     return str(value)
+
+
+# ── sums in pieces of time ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What requests used that started in [index, index + 1) times the width, of one group."""
+
+    index: int
+    group: tuple[str, ...]
+    requests: int
+    counts: Counts
+
+
+async def buckets(
+    connection: AsyncConnection,
+    only: Mapping[str, Sequence[str]],
+    from_us: int,
+    to_us: int,
+    width_us: int,
+    group_by: Sequence[str],
+) -> list[Bucket]:
+    """In order. `only` says which values of a column count; both it and `group_by` name columns of the table."""
+    index = usage.c.started_us // literal_column(str(width_us))
+    columns = [usage.c[name] for name in group_by]
+    query = (
+        select(index, func.count(usage.c.request.distinct()), *columns, *summed())
+        .where(usage.c.started_us >= from_us, usage.c.started_us < to_us)
+        .where(*(usage.c[name].in_(values) for name, values in only.items()))
+        .group_by(index, *columns)
+    )
+    found = [
+        Bucket(row[0], tuple(row[2 : 2 + len(columns)]), row[1], counted(row[2 + len(columns) :]))
+        for row in await connection.execute(query)
+    ]
+    return sorted(found, key=lambda bucket: (bucket.index, bucket.group))

@@ -6,6 +6,7 @@ reader of the old version could misread the new one, and a process refuses a mes
 
 from __future__ import annotations
 
+from decimal import Decimal
 from enum import IntEnum, StrEnum
 from typing import Any, TypeVar
 
@@ -18,7 +19,9 @@ VERSION = 1
 
 LEASES = "leases"  # KV bucket, TTL: runtime id → Lease
 MODELS = "models"  # KV bucket: model key → EngineSpec, what every runtime must be able to serve
+PLACES = "places"  # KV bucket: model key → Places; a model without a limit of its replicas has none
 LEADER = "leader"  # KV bucket, TTL: role → who has it
+QUOTAS = "quotas"  # KV bucket: tenant id → Account, changed by compare-and-set alone
 USAGE_STREAM = "USAGE"  # JetStream stream over `usage.>`
 
 
@@ -72,6 +75,11 @@ def migrate_subject(runtime: str) -> str:
     return f"rt.{runtime}.migrate"
 
 
+def drain_subject(runtime: str) -> str:
+    """Request: Drain → Reply."""
+    return f"rt.{runtime}.drain"
+
+
 def role_subject(runtime: str) -> str:
     """Request: SetRole → Reply."""
     return f"rt.{runtime}.role"
@@ -112,6 +120,7 @@ class EngineSpec(Message, frozen=True, kw_only=True, tag=True):
     kv_bytes_per_token: int
     idle_s: float | None = None  # parked after so many seconds without a request; None: once others need its pages
     pinned: bool = False  # without a request it is not parked for others either
+    replicas: int = 0  # so many runtimes host it; 0: all
 
 
 class Run(Message, frozen=True, kw_only=True, tag=True):
@@ -181,7 +190,7 @@ class Moved(msgspec.Struct, frozen=True, array_like=True):
     seq: int
 
 
-class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class Delta(msgspec.Struct, frozen=True, array_like=True):
     """What one step made for one stream."""
 
     stream: int
@@ -194,6 +203,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     error: str = ""  # with finish == ERROR or LOST: one sentence for the client
     suspect: bool = False  # with finish == LOST: it was in the step in which the engine failed
     moved: Moved | None = None  # this is the last of it from this runtime: what follows comes from that one
+    gpu_us: int = 0  # of the device's time, what this runtime has spent on the stream so far: see runtime/account.py
+    switch_us: int = 0
 
 
 class Frame(Message, frozen=True, kw_only=True, tag=True):
@@ -222,10 +233,19 @@ class Repaired(Message, frozen=True, kw_only=True, tag=True):
     complete: bool
 
 
+class Places(Message, frozen=True, kw_only=True, tag=True):
+    """Who hosts a model."""
+
+    runtimes: list[str]
+    leaving: list[str] = []  # they host it until it could be loaded by all of `runtimes`
+
+
 class Leader(Message, frozen=True, kw_only=True, tag=True):
-    """Who has a role that one process has at a time."""
+    """Who has a role that one process has at a time, and what it wishes."""
 
     holder: str
+    wanted: int = 0  # runtimes that there should be; 0: it does not say
+    draining: list[str] = []  # runtimes that are no longer needed: they take no requests, and may end
 
 
 class GatewayAlive(Message, frozen=True, kw_only=True, tag=True):
@@ -241,18 +261,32 @@ class Control(Message, frozen=True, kw_only=True, tag=True):
     op: str  # sleep | wake
 
 
+class KvForm(msgspec.Struct, frozen=True):
+    """What a block of a model's KV cache is: engines between which anything of this differs can't read each other's."""
+
+    tokens: int
+    bytes: int  # of all layers
+    layout: str  # type, order and attention kernels, in the engine's words
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens in {self.bytes} bytes, {self.layout}"
+
+
 class Offer(Message, frozen=True, kw_only=True, tag=True):
-    """A runtime would like another one of its host to go on with a running request: `run` as it was asked for."""
+    """A runtime would like another one to go on with a running request: `run` as it was asked for."""
 
     move: str  # names the attempt to move it, uniquely
     source: str  # runtime
-    host_cache: str  # in which its keys and values will be: the target must share it
+    host_cache: str  # in which its keys and values will be: the target shares it, or they are sent
+    form: KvForm
     run: Run
     tokens: int  # prompt and output so far
+    key: bytes = b""  # they are sent: with this the source will come to where the target receives them
+    owner: int = 0  # else: the source's device process, as it is known in the host cache
 
 
 class Blocks(Message, frozen=True, kw_only=True, tag=True):
-    """These blocks of its KV cache, from index `first` on, are in the host cache."""
+    """These blocks of its KV cache, from index `first` on, are in the target's host cache."""
 
     move: str
     first: int
@@ -264,7 +298,7 @@ class Departure(msgspec.Struct, frozen=True):
 
     made: list[int]  # tokens of its output
     computed: int  # tokens whose keys and values are in its blocks
-    host: list[int]  # all of these, in the host cache, by index
+    host: list[int]  # all of these, by index: in the source's host cache, in a Commit in the target's
     sampler: bytes  # where the chance of a request with a seed stands; empty where there is nothing to know
 
 
@@ -282,7 +316,7 @@ class CallOff(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Landed(Message, frozen=True, kw_only=True, tag=True):
-    """The target has read all that it needs of the host cache."""
+    """The target's device has read all that it needs of the host cache."""
 
     move: str
 
@@ -308,6 +342,13 @@ class SetRole(Message, frozen=True, kw_only=True, tag=True):
     """From now on; requests that are there go on there."""
 
     role: Role
+
+
+class Drain(Message, frozen=True, kw_only=True, tag=True):
+    """No more requests; those that are there go on elsewhere. Or, with `on` false, as before."""
+
+    on: bool
+    term: int = 0  # of the scheduler that says so
 
 
 class Residency(IntEnum):
@@ -339,6 +380,7 @@ class ModelState(Message, frozen=True, kw_only=True, tag=True):
     step_ms: float = 0.0  # estimate of a decode step of one request alone; 0: not known
     prefill_ms: float = 0.0  # estimate for the longest prompt it takes, alone; 0: not known
     busy: float = 0.0  # share of the device's time that its requests need to keep their pace
+    tbt_s: float = 0.0  # the shortest objective of its requests; 0: it has none
 
 
 class Attained(msgspec.Struct, frozen=True, array_like=True):
@@ -353,6 +395,16 @@ class Attained(msgspec.Struct, frozen=True, array_like=True):
     time_shares: float = 0.0  # of each request 0 to 1
 
 
+class Accounts(msgspec.Struct, frozen=True):
+    """Where a device's time went since its process began: us = idle + platform + sums over labels + open."""
+
+    us: int = 0
+    idle_us: int = 0
+    platform_us: int = 0
+    open_us: int = 0  # it is not known yet whose it is: who waits pays it when its model steps
+    labels: dict[str, tuple[int, int]] = {}  # by Run.label: of steps, of switches
+
+
 class Lease(Message, frozen=True, kw_only=True, tag=True):
     """A runtime is alive and this is what it has. Renewed every second, gone after `TTL`."""
 
@@ -361,7 +413,8 @@ class Lease(Message, frozen=True, kw_only=True, tag=True):
     engine: str
     draining: bool = False
     role: Role = Role.BOTH
-    host_cache: str = ""  # names the one it shares: between runtimes that do, running requests can move
+    host_cache: str = ""  # names the one it has: runtimes with the same one share it
+    receives_at: str = ""  # host:port to which the others send blocks of requests that move here; empty: nowhere
     holder: str = ""  # key of the model whose turn it is; empty when the device is idle
     switches: int = 0
     moved: int = 0  # running requests that went on at other runtimes
@@ -370,6 +423,7 @@ class Lease(Message, frozen=True, kw_only=True, tag=True):
     pages_used: int = 0
     models: dict[str, ModelState] = {}
     attainment: dict[str, Attained] = {}  # by Run.label, since the device process started
+    accounts: Accounts = Accounts()
 
 
 class Usage(Message, frozen=True, kw_only=True, tag=True):
@@ -390,7 +444,37 @@ class Usage(Message, frozen=True, kw_only=True, tag=True):
     output_tokens: int  # delivered to the client
     started_at: float  # UNIX seconds
     ended_at: float
-    finish: str  # stop | length | cancelled | error | gateway_lost | open
+    finish: str  # stop | length | budget_exhausted | cancelled | error | gateway_lost | lost | open
+    gpu_us: int = 0  # of the device's time, as far as it is charged to it
+    switch_us: int = 0  # of its model's way to the device, likewise
+    cache_byte_s: int = 0  # bytes in the host cache times the seconds they were held for it
+    kv_byte_s: int = 0  # the same of the device's KV cache
+
+
+class Level(msgspec.Struct, frozen=True, array_like=True):
+    """What is left of a rate: a bucket that fills as time goes by. Its units are explained in gateway/allowance.py."""
+
+    left: int = 0
+    at_us: int = 0  # UNIX microseconds, when it was so; 0: long ago, so it is full
+
+
+class Slice(msgspec.Struct, frozen=True, array_like=True):
+    """What one gateway has taken of an account, besides what it took of the rates."""
+
+    beat: int  # rises whenever the gateway says anything: one that stands still is dead
+    streams: int
+    money: Decimal  # pico, not spent as far as the gateway has said
+    spent: Decimal  # pico, of this month, as the gateway counts since it began
+
+
+class Account(Message, frozen=True, kw_only=True, tag=True):
+    """What is left of a tenant's limits, and who has taken which part. Money is Decimal: it outgrows 64 bits."""
+
+    requests: Level = Level()
+    tokens: Level = Level()
+    month: str = ""  # YYYY-MM, of `spent` and of the money in the slices
+    spent: Decimal = Decimal(0)  # pico
+    slices: dict[str, Slice] = {}  # by gateway
 
 
 M = TypeVar("M", bound=Message)

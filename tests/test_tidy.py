@@ -17,10 +17,10 @@ DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 # No clock, no chance, no I/O: the same file runs in production and in a simulator.
 PURE = re.compile(
-    r"runtime/(attainment|cluster|costs|estimate|events|instance|model|pages|request|requests|ring|rooms)\.py"
+    r"runtime/(account|attainment|cluster|costs|estimate|events|instance|model|pages|placing|hosting|request|requests|ring|rooms)\.py"
     r"|runtime/(policy/\w+|engine/base|memory/index)\.py"
     r"|store/wire\.py"
-    r"|gateway/(objectives|status)\.py"
+    r"|gateway/(allowance|objectives|status)\.py"
 )
 IMPURE_MODULES = (
     "time",
@@ -45,7 +45,7 @@ HOMES = {
     "torch": r"runtime/engine/\w+\.py|gateway/front\.py",
     "cupy": r"runtime/memory/kernels\.py",
     "fastapi": r"gateway/front\.py",
-    "pyarrow": r"runtime/sim/trace\.py",
+    "pyarrow": r"runtime/sim/trace\.py|gateway/formats\.py",
 }
 # The handle of a transaction goes through the gateway's hands, from `store.db` to the rest of `store`.
 HANDED_ON = ("sqlalchemy.ext.asyncio.AsyncConnection",)

@@ -36,11 +36,16 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "wake": deployments.wake,
     "ps": deployments.processes,
     "chat": chat.chat,
-    "usage": billing.usage,
 }
 SIMULATOR = {"sim": sim.sim, "plan": sim.plan}
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-GROUPS = {"tenant": tenants.tenant, "key": tenants.key, "model": models.model, "bill": billing.bill}
+GROUPS = {
+    "tenant": tenants.tenant,
+    "key": tenants.key,
+    "model": models.model,
+    "usage": billing.usage,
+    "bill": billing.bill,
+}
 
 for name, command in COMMANDS.items():
     app.command(name)(command)

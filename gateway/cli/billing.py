@@ -1,8 +1,9 @@
-"""`staccato usage` and `staccato bill export`."""
+"""`staccato usage`, `staccato usage verify` and `staccato bill export`."""
 
 from __future__ import annotations
 
 import contextlib
+import json as json_text
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
@@ -11,21 +12,48 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from gateway.cli.api import CliError
+from gateway.cli.api import ERROR, CliError, Row
 from gateway.cli.options import Json, Key, Tenant, Url, connect, route
-from gateway.cli.output import note, print_rows
+from gateway.cli.output import note, print_json, print_row, print_rows
 
+usage = typer.Typer(invoke_without_command=True)
 bill = typer.Typer(help="The bill.", no_args_is_help=True)
 
-FIGURES = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "amount", "currency")
+FIGURES = (
+    "requests",
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "gpu_ms",
+    "switch_ms",
+    "cache_gb_s",
+    "amount",
+    "currency",
+)
 
 
 class Format(StrEnum):
     csv = "csv"
     jsonl = "jsonl"
+    parquet = "parquet"
+    focus = "focus"
+    cloudevents = "cloudevents"
 
 
-def usage(
+class Detail(StrEnum):
+    lines = "lines"
+    rows = "rows"
+
+
+Period = Annotated[str, typer.Option(metavar="YYYY-MM", help="The month, in UTC.")]
+
+
+# ── usage ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@usage.callback()
+def show(
+    context: typer.Context,
     since: Annotated[str | None, typer.Option("--from", metavar="TIME", help="As 2026-11-01 or with a time.")] = None,
     until: Annotated[str | None, typer.Option("--to", metavar="TIME", help="Up to, not including.")] = None,
     by: Annotated[
@@ -36,7 +64,9 @@ def usage(
     key: Key = None,
     json: Json = False,
 ) -> None:
-    """Show tokens and money used."""
+    """Show tokens, the device's time and money used."""
+    if context.invoked_subcommand:
+        return
     params = {"from": since, "to": until, "group_by": by, "tenant": tenant}
     with connect(url, key) as gateway:
         rows = gateway.rows(route("usage"), **params)
@@ -44,10 +74,37 @@ def usage(
     print_rows(rows, {name.replace("_", " ").upper(): name for name in columns}, json)
 
 
+@usage.command("verify")
+def verify(period: Period, url: Url = None, key: Key = None, json: Json = False) -> None:
+    """Compute the bill of a month again from its rows and prices, and say what is wrong with it."""
+    with connect(url, key) as gateway, gateway.stream("GET", route("usage", verb=":verify"), period=period) as answer:
+        report: Row = json_text.loads(answer.read())
+    if json:
+        print_json(report)
+    else:
+        _print_report(report)
+    if not report["ok"]:
+        flaws = sum(report["flawed"].values())  # type: ignore[attr-defined]
+        raise CliError(f"the bill of {period} is not right: {flaws} flaws", ERROR)
+
+
+def _print_report(report: Row) -> None:
+    print_row(report, {name: name for name in ("period", "closed", "rows", "lines", "exports", "amounts")}, False)
+    flaws = report["flaws"]
+    if isinstance(flaws, list) and flaws:
+        print_rows(flaws, {"CHECK": "check", "WHERE": "where", "WHAT IS WRONG": "said"}, False)
+
+
+# ── the bill ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 @bill.command("export")
 def export(
-    period: Annotated[str, typer.Option(metavar="YYYY-MM", help="The month, in UTC.")],
+    period: Period,
     format: Annotated[Format, typer.Option(help="How to write it.")] = Format.csv,
+    detail: Annotated[
+        Detail | None, typer.Option(help="Its lines, or the rows below them; what the format is for by default.")
+    ] = None,
     tenant: Tenant = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A file; standard output by default.")] = None,
     url: Url = None,
@@ -56,8 +113,9 @@ def export(
 ) -> None:
     """Write the bill of a month."""
     kind = Format.jsonl if json else format
+    params = {"period": period, "format": kind.value, "detail": detail.value if detail else None, "tenant": tenant}
     with connect(url, key) as gateway:
-        answer = gateway.stream("GET", route("billing", "export"), period=period, format=kind.value, tenant=tenant)
+        answer = gateway.stream("GET", route("billing", "export"), None, **params)
         with answer as response, _opened(output) as file:
             for chunk in response.iter_bytes():
                 file.write(chunk)

@@ -47,6 +47,10 @@ class Gateway:
     def post(self, path: str, body: Row | None = None) -> Row:
         return self._ask(self._http.build_request("POST", path, json=_given(body or {})))
 
+    def patch(self, path: str, body: Row) -> Row:
+        """A merge patch: what is null is taken away."""
+        return self._ask(self._http.build_request("PATCH", path, json=body))
+
     def delete(self, path: str) -> Row:
         return self._ask(self._http.build_request("DELETE", path))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
@@ -23,6 +24,20 @@ KEY = {
     "REVOKED": "revoked_at",
 }
 
+LIMITS = {
+    "REQUESTS/MIN": "limits.requests_per_minute",
+    "TOKENS/MIN": "limits.tokens_per_minute",
+    "STREAMS": "limits.concurrent_streams",
+    "OUTPUT TOKENS": "limits.max_output_tokens",
+    "BUDGET/MONTH": "limits.monthly_budget",
+}
+
+COUNTS = ("requests_per_minute", "tokens_per_minute", "concurrent_streams", "max_output_tokens")
+
+Weight = Annotated[float | None, typer.Option(help="Under overload, tokens of more weight are given up later.")]
+Limit = Annotated[str | None, typer.Option(metavar="N|none")]
+Money = Annotated[str | None, typer.Option(metavar="MONEY|none", help="As 25.50 or '25.50 EUR'; USD by default.")]
+
 TenantName = Annotated[str, typer.Argument(metavar="TENANT")]
 KeyId = Annotated[str, typer.Argument(metavar="KEY_ID", help="As `staccato key ls` shows it.")]
 
@@ -30,14 +45,64 @@ KeyId = Annotated[str, typer.Argument(metavar="KEY_ID", help="As `staccato key l
 @tenant.command("create")
 def create_tenant(
     name: str,
-    weight: Annotated[float, typer.Option(help="Under overload, tokens of more weight are given up later.")] = 1.0,
+    weight: Weight = None,
+    requests_per_minute: Limit = None,
+    tokens_per_minute: Limit = None,
+    concurrent_streams: Limit = None,
+    max_output_tokens: Limit = None,
+    monthly_budget: Money = None,
     url: Url = None,
     key: Key = None,
     json: Json = False,
 ) -> None:
-    """Create a tenant."""
+    """Create a tenant, with no other limits than those that are given."""
+    counts = (requests_per_minute, tokens_per_minute, concurrent_streams, max_output_tokens)
+    limits = _limits(counts, monthly_budget)
+    body: Row = {"name": name, "weight": weight, "limits": limits}
     with connect(url, key) as gateway:
-        print_row(gateway.post(route("tenants"), {"name": name, "weight": weight}), TENANT, json)
+        print_row(gateway.post(route("tenants"), body), TENANT | LIMITS, json)
+
+
+@tenant.command("set")
+def set_tenant(
+    name: str,
+    weight: Weight = None,
+    requests_per_minute: Limit = None,
+    tokens_per_minute: Limit = None,
+    concurrent_streams: Limit = None,
+    max_output_tokens: Limit = None,
+    monthly_budget: Money = None,
+    url: Url = None,
+    key: Key = None,
+    json: Json = False,
+) -> None:
+    """Change what is given and nothing else; `none` takes a limit away."""
+    counts = (requests_per_minute, tokens_per_minute, concurrent_streams, max_output_tokens)
+    limits = _limits(counts, monthly_budget)
+    body: Row = {"limits": limits} | ({} if weight is None else {"weight": weight})
+    with connect(url, key) as gateway:
+        print_row(gateway.patch(route("tenants", name), body), TENANT | LIMITS, json)
+
+
+def _limits(counts: tuple[str | None, ...], budget: str | None) -> dict[str, object]:
+    """Those that were given; `counts` in the order of COUNTS. Raises a usage error."""
+    given: dict[str, object] = {
+        name: _count(name, said) for name, said in zip(COUNTS, counts, strict=True) if said is not None
+    }
+    return given if budget is None else {**given, "monthly_budget": _budget(budget)}
+
+
+def _count(name: str, said: str) -> int | None:
+    if said != "none" and not re.fullmatch(r"[0-9]+", said):
+        raise typer.BadParameter(f"--{name.replace('_', '-')} {said!r}: say a number, or none")
+    return None if said == "none" else int(said)
+
+
+def _budget(said: str) -> Row | None:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(?: ?([A-Z]{3}))?", said)
+    if said != "none" and found is None:
+        raise typer.BadParameter(f"--monthly-budget {said!r}: write it as 25.50 or '25.50 EUR', or say none")
+    return {"amount": found[1], "currency": found[2] or "USD"} if found else None
 
 
 @tenant.command("ls")

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from runtime.request import RequestId
-from store.wire import Departure, EngineSpec, Finish
+from store.wire import Departure, EngineSpec, Finish, KvForm
 
 
 class EngineError(Exception):
@@ -51,6 +51,7 @@ class Engine(Protocol):
 
     weights_pages: int  # all of its weights
     kv_pages_least: int  # with so many, one request of the longest length can be served to its end
+    kv_form: KvForm  # blocks of an engine with another one are not for this one
 
     def held(self) -> Held:
         """Cheap: asked after every step."""
@@ -110,9 +111,9 @@ class Engine(Protocol):
     def evict(self, weights_pages: int) -> None:
         """Give so many pages of clean weights back."""
 
-    # A request moves to an engine of the same model over the same host cache while it runs. Source: `stage` as often as
-    # there are new full blocks, `leave`, `departure` when all is `staged`, and at last `abort`, or `stay`. Target:
-    # `expect`, `receive` what the source has staged, `adopt`, or `abort`. Both may be told to abort at any time.
+    # A request moves to an engine of the same model while it runs. Source: `stage` as often as there are new full
+    # blocks, `leave`, `departure` when all is `staged`, and at last `abort`, or `stay`. Target: `expect`, `receive` of
+    # its host cache what the source has staged, `adopt`, or `abort`. Both may be told to abort at any time.
 
     def stage(self, request: RequestId, first: int) -> list[int] | None:
         """Begin to copy to the host what is full of its blocks, while it goes on; where those from index `first` on
@@ -145,8 +146,8 @@ class Engine(Protocol):
         False if there are not enough blocks now, or the model is parked: nothing is kept. Raises BadRequest."""
 
     def receive(self, request: RequestId, first: int, host: list[int]) -> bool:
-        """Begin to copy these blocks of the host's cache, which are the other engine's, into its own from index `first`
-        on, the number of those received so far.
+        """Begin to copy these blocks of the host's cache, which are not its own, into blocks of the request from index
+        `first` on, the number of those received so far.
 
         False if there is no room for them, or if the model was parked since it was expected: it is expected still.
         Raises EngineError if the cache has no such blocks."""
@@ -166,15 +167,26 @@ class Engine(Protocol):
         """Give everything back without harming the other engines of the process."""
 
 
+class Hold(Protocol):
+    """On blocks in the host cache that another runtime wrote."""
+
+    def release(self) -> None:
+        """They may go; again does no harm."""
+
+
 class Build(Protocol):
     """Makes engines; the only thing the device process knows of vLLM."""
 
     version: str
+    life: int  # names this process among those that have the host cache, now and before; from 1
     pages_total: int  # of the device's pool
     page_bytes: int
 
     def __call__(self, spec: EngineSpec) -> Engine:
         """Build the engine and put its weights into the host's cache; takes no pages. Raises EngineError."""
+
+    def hold(self, blocks: list[int], block_bytes: int, life: int) -> Hold | None:
+        """What the process with that life keeps there stays, also when it dies. None if it is dead already."""
 
     def pages_used(self) -> int:
         """Of the pool, by its own count: what all engines hold, when nothing moves."""

@@ -23,7 +23,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
-from runtime.engine.base import EngineError
+from runtime.engine.base import EngineError, Hold
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.vllm import VllmEngine, first_line
 from runtime.engine.worker import Building, building
@@ -64,6 +64,10 @@ class Builder:
         kept = host_bytes // KEPT_PART
         self.images = Images.create(host_bytes, kept) if host_fd < 0 else Images.open(host_fd, kept)
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
+        self.life = self.images.life
+
+    def hold(self, blocks: list[int], block_bytes: int, life: int) -> Hold | None:
+        return self.images.hold(blocks, block_bytes, life)
 
     def pages_used(self) -> int:
         stats = self.device.stats()

@@ -24,9 +24,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from runtime.engine.blocks import ElasticBlockPool
 from runtime.engine.transfer import Transfer
-from runtime.memory.images import Images, Slabs
+from runtime.memory.images import Images
 from runtime.memory.kv import KvRegion
 from runtime.memory.native import Direction, PoolError, Ticket
+from runtime.memory.slabs import Slabs
 
 log = structlog.get_logger()
 

@@ -33,7 +33,7 @@ from runtime.memory.lent import lend, take_back
 from runtime.memory.native import Backend, PoolError, Ticket
 from runtime.memory.weights import Weights
 from runtime.request import RequestId
-from store.wire import Departure, Finish
+from store.wire import Departure, Finish, KvForm
 
 log = structlog.get_logger()
 
@@ -62,6 +62,7 @@ class VllmEngine:
         self.weights_pages = self.weights.pages
         longest = -(-core.vllm_config.model_config.max_model_len // self._scheduler.block_size)
         self.kv_pages_least = kv.pages_for(1 + longest)
+        self.kv_form = KvForm(self._scheduler.block_size, kv.block_bytes, _layout(core))
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -360,6 +361,15 @@ class VllmEngine:
         self.kv.reservation.release()
         self.weights.close()
         self.home.leave()
+
+
+def _layout(core: EngineCore) -> str:
+    """How a token's keys and values lie in a block: some kernels for CPUs order them as their instructions like it."""
+    assert isinstance(core.scheduler, MovingScheduler)
+    group = core.model_executor.driver_worker.worker.model_runner.attn_groups[0][0]
+    kernels = group.backend.get_name(), getattr(group.get_metadata_builder(), "isa", "")
+    order = core.scheduler.kv_cache_config.kv_cache_layout or ""
+    return " ".join(filter(None, (*kernels, order, str(group.kv_cache_spec.dtype).removeprefix("torch."))))
 
 
 def first_line(error: Exception) -> str:

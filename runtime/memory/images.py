@@ -22,7 +22,6 @@ import struct
 import threading
 import time
 import zlib
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -41,6 +40,7 @@ from runtime.memory.index import (
     whole_folios,
 )
 from runtime.memory.native import Cache, Code, PoolError
+from runtime.memory.slabs import Extent, Hold, Slabs
 
 RUNS_MOST = 4096  # no more blocks are parked then: so many runs of up to 200 bytes fit into half of the index
 META_MOST = (1 << 20) - 4096  # bytes
@@ -52,7 +52,7 @@ MAKING_S = 600.0
 POLL_S = 0.02
 
 _MAGIC = struct.Struct("<8sI")
-_MAGIC_VALUE, _BLANK = (b"staccato", 1), (bytes(8), 0)
+_MAGIC_VALUE, _BLANK = (b"staccato", 2), (bytes(8), 0)
 _TURN_AT = _MAGIC.size
 _COPIES_AT = (4096, 4096 + (INDEX_BYTES - 4096) // 2)
 _LENGTH = struct.Struct("<I")
@@ -135,7 +135,7 @@ class Images:
     def __init__(self, cache: Cache, kept_bytes: int = 0) -> None:
         self.cache = cache
         self._kept_bytes = kept_bytes  # the most of parked memory that is kept while it is empty
-        self._empty: dict[int, tuple[Slabs, _Extent]] = {}  # by offset, the one that is longest so first
+        self._empty: dict[int, tuple[Slabs, Extent]] = {}  # by offset, the one that is longest so first
         self._locks = _Locks(cache.fd)
         self._view = cache.view(0, INDEX_BYTES)
         self._closed = False
@@ -143,6 +143,7 @@ class Images:
         with self._change() as index:
             index.forget([self._member])  # of one who had this number and died
             index.members[self._member] = os.getpid()
+            self.life = index.begin(self._member)
 
     @classmethod
     def create(cls, cache_bytes: int, kept_bytes: int = 0) -> Images:
@@ -225,6 +226,17 @@ class Images:
             run.state = State.DISCARDED
             index.sweep()
         return True
+
+    def hold(self, blocks: Iterable[int], block_bytes: int, life: int) -> Hold | None:
+        """What the member with this `life` parked there stays until the hold is released, also when it dies. None if it
+        is dead already, or has nothing there: then it may be anybody's."""
+        with self._change() as index:
+            runs = index.parked([(block * block_bytes, (block + 1) * block_bytes) for block in blocks], life)
+            if runs is None:
+                return None
+            for run in runs:
+                index.pin(run, self._member)
+        return Hold(self, [run.offset for run in runs])
 
     def stats(self) -> HostCacheStats:
         with self._change() as index:
@@ -318,7 +330,7 @@ class Images:
             raise
         return ranges
 
-    def _keep(self, slabs: Slabs, extent: _Extent) -> None:
+    def _keep(self, slabs: Slabs, extent: Extent) -> None:
         """It is empty: kept, for as long as no younger one takes its place."""
         self._empty[extent.offset] = slabs, extent
         while self._empty and sum(old.bytes for _, old in self._empty.values()) > self._kept_bytes:
@@ -326,7 +338,7 @@ class Images:
             slabs.lose(oldest)
             self._release(oldest.offset)
 
-    def _use(self, extent: _Extent) -> None:
+    def _use(self, extent: Extent) -> None:
         self._empty.pop(extent.offset, None)
 
     def _drop_empty(self, index: Index) -> bool:
@@ -420,72 +432,6 @@ class Making:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.abandon()
-
-
-@dataclass(slots=True)
-class _Extent:
-    offset: int
-    bytes: int
-    first: int
-    blocks: int
-    free: set[int]
-
-
-class Slabs:
-    """KV blocks of one model's parked requests: block i lies at i * block_bytes of the cache. For one thread.
-
-    Grows by whole folios for which images that nobody uses are evicted: a parked request is dearer, it can't be read
-    again from a file."""
-
-    def __init__(self, images: Images, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        self._images = images
-        self._extents: list[_Extent] = []  # by place
-
-    @property
-    def taken(self) -> int:
-        """Blocks."""
-        return sum(extent.blocks - len(extent.free) for extent in self._extents)
-
-    def take(self, count: int) -> list[int] | None:
-        """Numbers of blocks, neighbours where possible; None when there is no room for all of them."""
-        missing = count - sum(len(extent.free) for extent in self._extents)
-        if missing > 0 and not self._grow(missing):
-            return None
-        taken: list[int] = []
-        for extent in sorted(self._extents, key=lambda extent: len(extent.free)):  # the fullest: others may get empty
-            share = sorted(extent.free)[: count - len(taken)]
-            if share:
-                self._images._use(extent)
-            extent.free.difference_update(share)
-            taken += share
-        return taken
-
-    def free(self, blocks: Iterable[int]) -> None:
-        touched = [self._give_back(block) for block in blocks]
-        for extent in {id(extent): extent for extent in touched}.values():
-            if len(extent.free) == extent.blocks:
-                self._images._keep(self, extent)
-
-    def lose(self, extent: _Extent) -> None:
-        """One that is empty."""
-        self._extents.remove(extent)
-
-    def _give_back(self, block: int) -> _Extent:
-        place = bisect_right(self._extents, block, key=lambda extent: extent.first) - 1
-        extent = self._extents[place] if place >= 0 else None
-        if extent is None or block >= extent.first + extent.blocks or block in extent.free:
-            raise ValueError(f"block {block} of {self.block_bytes} bytes is not taken")
-        extent.free.add(block)
-        return extent
-
-    def _grow(self, count: int) -> bool:
-        ranges = self._images._park(count, self.block_bytes)
-        for range_ in ranges:
-            first, end = -(-range_.start // self.block_bytes), range_.end // self.block_bytes
-            self._extents.append(_Extent(range_.start, range_.bytes, first, end - first, set(range(first, end))))
-        self._extents.sort(key=lambda extent: extent.first)
-        return bool(ranges)
 
 
 class _Locks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -60,6 +60,8 @@ class Index(msgspec.Struct):
     misses: int = 0
     evictions: int = 0
     members: dict[int, int] = {}  # whose process id
+    lives: dict[int, int] = {}  # by member: who had its number before was another
+    born: int = 0  # members that there ever were
     runs: list[Run] = []
 
     def bytes_of(self, *states: State) -> int:
@@ -89,6 +91,24 @@ class Index(msgspec.Struct):
                 return ranges
         return []
 
+    def begin(self, member: int) -> int:
+        """Its life, which no other ever had."""
+        self.born += 1
+        self.lives[member] = self.born
+        return self.born
+
+    def parked(self, ranges: Sequence[tuple[int, int]], life: int) -> list[Run] | None:
+        """The runs in which these lie, all of them parked by the member with that life; None if not."""
+        member = next((member for member, lived in self.lives.items() if lived == life), None)
+        parked = [run for run in self.runs if run.state is State.PARKED and member in run.pins]
+        found: dict[int, Run] = {}
+        for start, end in ranges:
+            run = next((run for run in parked if run.offset <= start and end <= run.end), None)
+            if run is None:
+                return None
+            found[run.offset] = run
+        return list(found.values())
+
     def pin(self, run: Run, member: int) -> None:
         run.pins[member] = run.pins.get(member, 0) + 1
 
@@ -102,6 +122,7 @@ class Index(msgspec.Struct):
     def forget(self, members: Iterable[int]) -> None:
         for member in members:
             self.members.pop(member, None)
+            self.lives.pop(member, None)
             for run in self.runs:
                 if run.pins.pop(member, 0):
                     self._touch(run)

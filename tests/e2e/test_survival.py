@@ -4,171 +4,14 @@ without gap or repeat, and what is booked is what was delivered."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import random
 import signal
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
 
-import httpx
 import pytest
 
-from deploy.demo.random_weights import write_random
-from store import wire
-from store.bus import Bus, NoAnswer
-from tests.conftest import free_port
-from tests.e2e.conftest import Platform
-
-ARCHITECTURES = ("llama", "qwen3", "opt")
-RUNTIMES = 3
-TOKENS = 240
-EACH = 4  # streams of every model
-SILENCE_MOST_S = 90.0  # all runtimes may be on their way back at once, on two cores
-
-
-@dataclass
-class Fleet:
-    """A platform with several runtimes and models slow enough to be hurt in mid-stream."""
-
-    platform: Platform
-    models: list[str] = field(default_factory=list)
-    tokens: int = 0  # delivered, of all streams
-    calm: dict[int, dict[tuple[str, int], list[int]]] = field(default_factory=dict)  # what streams say undisturbed
-
-    @classmethod
-    @contextlib.contextmanager
-    def running(cls, folder: Path, models: int) -> Iterator[Fleet]:
-        settings = {"STACCATO_DRAIN_S": "1", "STACCATO_HANG_S": "4"}
-        fleet = cls(Platform(folder / "data", free_port(), settings))
-        try:
-            fleet.platform.start("--runtimes", str(RUNTIMES))
-            fleet.platform.tenant("acme")
-            for number in range(models):
-                fleet.deploy(folder, number)
-            yield fleet
-        finally:
-            code = fleet.platform.stop()
-        assert code == 0
-
-    def deploy(self, folder: Path, number: int) -> None:
-        architecture = ARCHITECTURES[number % len(ARCHITECTURES)]
-        name = f"{architecture}-{number}"
-        self.platform.model(name, write_random(folder / name, architecture, seed=number, hidden=256, layers=4))
-        assert self.platform.deploy("acme", name)["status"]["phase"] in ("awake", "asleep")
-        self.models.append(name)
-
-    async def ready(self, runtimes: int = RUNTIMES) -> None:
-        """So many have every model, and none of them failed."""
-
-        def count() -> int:
-            gpus = self.platform.get("/api/v1/gpus").json()["data"]
-            return sum(len(gpu["models"]) == len(self.models) for gpu in gpus)
-
-        deadline = time.monotonic() + 120
-        while await asyncio.to_thread(count) < runtimes:
-            assert time.monotonic() < deadline, "the runtimes did not come back"
-            await asyncio.sleep(0.3)
-
-    async def moved(self) -> dict[str, int]:
-        """Running requests that went from each runtime to another since it was started."""
-        gpus = await asyncio.to_thread(self.platform.get, "/api/v1/gpus")
-        return {gpu["id"]: gpu["moved"] for gpu in gpus.json()["data"]}
-
-    @contextlib.asynccontextmanager
-    async def moving(self, chance: random.Random) -> AsyncIterator[Counter[str]]:
-        """Requests of chance are told to move, all the time; counts those that did, by the runtime that they left."""
-        moves: Counter[str] = Counter()
-        task = asyncio.create_task(self._keep_moving(chance, moves))
-        yield moves
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    async def _keep_moving(self, chance: random.Random, moves: Counter[str]) -> None:
-        last = await self.moved()
-        url = f"nats://127.0.0.1:{(self.platform.data / 'nats.port').read_text().strip()}"
-        async with Bus.connect(url, "test") as bus:
-            while True:
-                source, target = chance.sample([f"r{number}" for number in range(1, RUNTIMES + 1)], 2)
-                order = wire.Migrate(target=target, count=chance.randint(1, 3), term=1 << 62)  # before any scheduler's
-                with contextlib.suppress(NoAnswer):  # it was killed
-                    reply = wire.decode(wire.Reply, await bus.request(wire.migrate_subject(source), order, 1.0))
-                    assert reply.refusal is None, reply.reason
-                await asyncio.sleep(0.1)
-                now = await self.moved()
-                moves.update({id: count - last.get(id, 0) for id, count in now.items() if count > last.get(id, 0)})
-                last = now
-
-    async def stream(self, model: str, number: int, **sampling: object) -> list[int]:
-        """All tokens of one stream, to its end; fails on an error or a silence."""
-        body = {"model": model, "prompt": [5 + number, 6, 7], "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
-        body |= {"temperature": 0, "return_token_ids": True} | sampling
-        headers = {"authorization": f"Bearer {self.platform.keys['acme']}"}
-        said: list[int] = []
-        async with (
-            httpx.AsyncClient(timeout=SILENCE_MOST_S) as client,
-            client.stream("POST", f"{self.platform.url}/v1/completions", json=body, headers=headers) as response,
-        ):
-            assert response.status_code == 200, await response.aread()
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    return said
-                if line.startswith("data: "):
-                    event = json.loads(line.removeprefix("data: "))
-                    assert "error" not in event, f"{model} {number} after {len(said)} tokens: {event}"
-                    made = event["choices"][0]["token_ids"] or ()
-                    said += made
-                    self.tokens += len(made)
-        raise AssertionError(f"the stream ended without [DONE] after {len(said)} tokens")
-
-    async def streams(self, each: int) -> dict[tuple[str, int], list[int]]:
-        """`each` of every model at once, every third one sampled with a seed."""
-        asked = [(model, number) for number in range(each) for model in self.models]
-        jobs = [
-            self.stream(model, number, **({"temperature": 0.8, "seed": number} if number % 3 == 2 else {}))
-            for model, number in asked
-        ]
-        async with asyncio.TaskGroup() as group:  # one that fails ends the others
-            tasks = [group.create_task(job) for job in jobs]
-        return dict(zip(asked, (task.result() for task in tasks), strict=True))
-
-    async def undisturbed(self, each: int) -> dict[tuple[str, int], list[int]]:
-        """What such streams say when nothing happens; asked once, and again never."""
-        await self.ready()
-        if each not in self.calm:
-            self.calm[each] = await self.streams(each)
-        return self.calm[each]
-
-    async def past(self, tokens: int, streams: asyncio.Task[object]) -> bool:
-        """Returns when so many were delivered; false when the streams ended before."""
-        while self.tokens < tokens and not streams.done():
-            await asyncio.sleep(0.005)
-        return not streams.done()
-
-    async def booked(self, tokens: int) -> None:
-        """Returns when the bill has so many output tokens, and not more."""
-        deadline = time.monotonic() + 30
-        while (found := await asyncio.to_thread(self.platform.usage, "acme"))["output_tokens"] != tokens:
-            assert time.monotonic() < deadline, f"{found} were booked, and {tokens} tokens delivered"
-            await asyncio.sleep(0.3)
-
-    async def hurt(self, each: int, times: int, chance: random.Random, signal_number: int) -> tuple[object, int]:
-        """Run the streams while a runtime of chance gets the signal, so often, at tokens of chance; what was said, and
-        how often it was really sent."""
-        before, sent = self.tokens, 0
-        streams = asyncio.create_task(self.streams(each))
-        total = TOKENS * each * len(self.models)
-        for at in sorted(chance.randrange(total // 50, total * 9 // 10) for _ in range(times)):
-            if not await self.past(before + at, streams):
-                break
-            while (victim := self.platform.runtime(f"r{chance.randint(1, RUNTIMES)}")) is None:
-                await asyncio.sleep(0.05)
-            victim.send_signal(signal_number)
-            sent += 1
-        return await streams, sent
+from runtime.policy.by_name import POLICIES
+from tests.e2e.fleet import EACH, RUNTIMES, TOKENS, Fleet
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +56,79 @@ async def test_kill_of_any_runtime_at_any_token_costs_no_stream(fleet: Fleet) ->
     said, killed = await fleet.hurt(EACH, 6, random.Random(5), signal.SIGKILL)
     assert killed == 6 and said == undisturbed
     await fleet.booked(fleet.tokens)
+
+
+async def test_a_scheduler_that_is_killed_costs_nothing_and_is_back(fleet: Fleet) -> None:
+    undisturbed = await fleet.undisturbed(EACH)
+    before, total = fleet.tokens, TOKENS * len(undisturbed)
+    streams = asyncio.create_task(fleet.streams(EACH))
+    leaders = [await fleet.scheduler()]
+    for share in (4, 2):
+        assert await fleet.past(before + total // share // 2, streams)
+        fleet.platform.child("runtime.scheduler").kill()
+        async with asyncio.timeout(30):
+            while (leader := await fleet.scheduler()) in (None, *leaders):
+                await asyncio.sleep(0.1)
+        leaders.append(leader)
+    assert await streams == undisturbed
+
+
+async def test_what_one_runtime_has_too_much_of_moves_to_the_others(fleet: Fleet) -> None:
+    """They drained, and came back while it was busy: the scheduler sees it in the leases."""
+    undisturbed = await fleet.undisturbed(EACH)
+    before, moved = fleet.tokens, sum((await fleet.moved()).values())
+    for runtime in ("r2", "r3"):
+        await fleet.drain(runtime, True)
+    streams = asyncio.create_task(fleet.streams(EACH))
+    assert await fleet.past(before + 50, streams)
+    assert [gpu["id"] for gpu in await fleet.gpus() if gpu["holder"]] == ["r1"]
+    for runtime in ("r2", "r3"):
+        await fleet.drain(runtime, False)
+    assert await streams == undisturbed
+    await asyncio.sleep(1.5)  # the next lease
+    assert sum((await fleet.moved()).values()) > moved
+
+
+async def test_a_model_with_one_replica_is_at_one_runtime_and_when_that_dies_at_another(fleet: Fleet) -> None:
+    platform = fleet.platform
+    one = platform.deploy("acme", "single", fleet.models[0], scaling={"max_replicas": 1})
+    name = f"acme/single@{one['active_revision']}"
+
+    async def hosts() -> list[str]:
+        return [gpu["id"] for gpu in await fleet.gpus() for m in gpu["models"].values() if name in m["deployments"]]
+
+    try:
+        async with asyncio.timeout(30):
+            while len(first := await hosts()) != 1:
+                await asyncio.sleep(0.2)
+        undisturbed = await fleet.stream("single", 0)
+        stream = asyncio.create_task(fleet.stream("single", 0))
+        assert await fleet.past(fleet.tokens + TOKENS // 3, stream)
+        victim = platform.runtime(first[0])
+        assert victim is not None
+        victim.kill()
+        assert await stream == undisturbed
+        async with asyncio.timeout(30):
+            while len(then := await hosts()) != 1:
+                await asyncio.sleep(0.2)
+        assert then != first
+    finally:
+        platform.request("DELETE", f"/api/v1/deployments/{one['id']}")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+async def test_every_policy_says_the_same_on_a_fleet(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Two runtimes, and models that take turns: four of about 15 MiB on pools of 40."""
+    said = {}
+    for policy in POLICIES:
+        folder = tmp_path_factory.mktemp(policy)
+        with Fleet.running(folder, 4, "--policy", policy, "--device-memory", "40MiB", runtimes=2) as fleet:
+            await fleet.ready(2)
+            said[policy] = await fleet.streams(3)
+            await fleet.booked(fleet.tokens)
+    first = said.popitem()[1]
+    assert len(first) == 12 and all(other == first for other in said.values())
 
 
 @pytest.mark.long

@@ -204,6 +204,20 @@ def test_a_tenants_weight_is_said_when_it_is_made(staccato: Staccato) -> None:
     assert heavy.code == USAGE and "<= 10" in heavy.err
 
 
+def test_a_tenants_limits_are_said_changed_and_taken_away(staccato: Staccato) -> None:
+    name = f"tenant-{next(NUMBERS)}"
+    said = ("--requests-per-minute", "60", "--concurrent-streams", "4", "--monthly-budget", "25.50 EUR")
+    made = staccato("tenant", "create", name, *said, "--json").json["limits"]
+    budget = {"amount": "25.50", "currency": "EUR"}
+    assert made == {"requests_per_minute": 60, "concurrent_streams": 4, "monthly_budget": budget}
+    changed = staccato("tenant", "set", name, "--requests-per-minute", "none", "--tokens-per-minute", "9", "--json")
+    assert changed.json["limits"] == {"tokens_per_minute": 9, "concurrent_streams": 4, "monthly_budget": budget}
+    assert "TOKENS/MIN    9" in staccato("tenant", "set", name, "--weight", "2").out
+    assert staccato("tenant", "set", name, "--monthly-budget", "none", "--json").json["weight"] == 2
+    for wrong in (("--tokens-per-minute", "many"), ("--tokens-per-minute", "0"), ("--monthly-budget", "-1")):
+        assert staccato("tenant", "set", name, *wrong).code == USAGE
+
+
 def test_the_same_tenant_twice_is_a_conflict(staccato: Staccato, tenant: str) -> None:
     ran = staccato("tenant", "create", tenant)
     assert ran.code == CONFLICT and ran.err.startswith("error: ") and ran.err.count("\n") == 1

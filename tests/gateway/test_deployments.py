@@ -10,6 +10,7 @@ import pytest
 
 from store import wire
 from store.wire import Attained, ModelState, Residency
+from tests.conftest import soon
 from tests.gateway.plane import Plane, made, until
 
 RESIDENT = ModelState(residency=Residency.RESIDENT, load_ms=12.0)
@@ -340,6 +341,24 @@ async def test_prometheus_reads_each_runtimes_counters(plane: Plane) -> None:
     labels = f'deployment_id="{deployment_id}",runtime="r2",tenant_id="{tenant_id}"'
     assert f"staccato_tokens_on_time_total{{{labels}}} 5.0" in said
     assert f"staccato_requests_total{{{labels}}} 2.0" in said
+
+
+async def test_who_starts_runtimes_sees_how_many_there_should_be(plane: Plane) -> None:
+    await plane.report({}, "r1")
+    assert (await plane.admin.get("/fleet")).json() == {
+        "scheduler": None,
+        "runtimes": 1,
+        "wanted": None,
+        "draining": [],
+    }
+    leader = wire.Leader(holder="s", wanted=3)
+    await plane.bus.put(wire.LEADER, "scheduler", leader)
+    await soon(lambda: plane.fleet.leader == leader)
+    assert (await plane.admin.get("/fleet")).json()["wanted"] == 3
+    said = (await plane.admin.get("/metrics")).text.splitlines()
+    assert "staccato_runtimes 1.0" in said and "staccato_runtimes_wanted 3.0" in said
+    other = await plane.tenant("other")
+    assert made(await other.get("/fleet"), 403)["code"] == "admin_only"
 
 
 async def test_an_objective_that_no_runtime_can_keep_is_a_warning_and_no_refusal(plane: Plane) -> None:

@@ -28,12 +28,14 @@ class Taken:
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, Finish] = {}
         self.errors: dict[str, str] = {}
+        self.spent: list[tuple[int, int]] = []
 
     def made(self, deltas: list[tuple[str, Delta]]) -> None:
         for id, delta in deltas:
             assert id not in self.ended and id not in self.errors, "something came after the end"
             assert delta.at == len(self.tokens.setdefault(id, []))
             self.tokens[id] += delta.tokens
+            self.spent.append((delta.gpu_us, delta.switch_us))
             if delta.finish is not None:
                 self.ended[id] = delta.finish
 
@@ -124,6 +126,21 @@ async def test_a_lost_request_goes_on_elsewhere_with_the_tokens_that_its_client_
     await two.all["r2"].make(second.stream, 2, [7], Finish.STOP)
     await ended(two)
     assert two.taken.tokens == {"a": [5, 6, 7]} and two.taken.ended == {"a": Finish.STOP}
+
+
+async def test_what_a_request_costs_is_the_sum_over_its_runtimes_and_never_falls(two: Runtimes) -> None:
+    await two.submit()
+    first = await two.taken_by("r1")
+    await two.all["r1"].make(first.stream, 0, [5], gpu_us=100)
+    await two.all["r1"].make(first.stream, 1, [6], gpu_us=200)
+    await two.lose("r1", first, 2)
+    second = await two.taken_by("r2")
+    await two.all["r2"].make(second.stream, 2, [7], gpu_us=50)
+    moved = wire.Moved("r1", 1, two.all["r1"].ring.last)
+    await two.all["r2"].make(second.stream, 3, [], moved=moved)
+    await two.all["r1"].make(second.stream, 3, [8], Finish.STOP, gpu_us=30)
+    await ended(two)
+    assert two.taken.spent == [(100, 10), (200, 20), (250, 25), (280, 28)]
 
 
 async def test_a_runtime_that_falls_silent_loses_its_requests_to_another(two: Runtimes) -> None:

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from gateway.front import Deps, Fronts
-from gateway.inference import Inference, Limits
+from gateway.inference import Bounds, Inference
 from gateway.meter import Meter
+from gateway.quotas import Quotas
 from gateway.relay import Relay
 from store import wire
 from store.wire import Delta, Finish, ModelState, Residency
@@ -29,14 +30,17 @@ async def asked(plane: Plane, key: str) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the tenant's endpoints."""
     relay, meter = Relay(plane.bus, "g1"), Meter(plane.bus, plane.folder / "gateway.journal")
     fronts = Fronts(Deps(relay, plane.fleet, meter, "g1"))
-    inference = Inference(plane.auth, plane.fleet, fronts, meter, Limits(1 << 20, 10.0, 30.0), b"salt")
+    quotas, bounds = Quotas(plane.bus, plane.database, "g1"), Bounds(1 << 20, 10.0, 30.0)
+    inference = Inference(plane.auth, plane.fleet, fronts, meter, quotas, bounds, b"salt")
     await relay.start()
     await meter.start()
+    await quotas.start()
     headers = {"authorization": f"Bearer {key}"}
     transport = httpx.ASGITransport(inference)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers) as client:
         yield client
     relay.stop()
+    await quotas.stop()
     await meter.stop()
 
 

@@ -48,8 +48,9 @@ class ScriptedRuntime:
         finish: Finish | None = None,
         lose: bool = False,
         moved: wire.Moved | None = None,
+        gpu_us: int = 0,
     ) -> bytes:
-        deltas = [Delta(stream, tokens, at, finish, moved=moved)]
+        deltas = [Delta(stream, tokens, at, finish, moved=moved, gpu_us=gpu_us, switch_us=gpu_us // 10)]
         frame = wire.encode(wire.Frame(runtime=self.id, epoch=self.epoch, seq=self.ring.last + 1, deltas=deltas))
         self.ring.keep(frame)
         if not lose:

@@ -30,6 +30,55 @@ async def test_a_tenants_weight_is_set_changed_and_bounded(plane: Plane) -> None
         assert [made(answer, 422)["errors"][0]["pointer"] for answer in answers] == ["/weight", "/weight"]
 
 
+async def test_a_tenants_limits_are_set_merged_and_taken_away(plane: Plane) -> None:
+    limits = {"requests_per_minute": 60, "monthly_budget": {"amount": "25.00"}}
+    shown = {"requests_per_minute": 60, "monthly_budget": {"amount": "25.00", "currency": "USD"}}
+    assert made(await plane.admin.post("/tenants", json={"name": "acme", "limits": limits}))["limits"] == shown
+    assert made(await plane.admin.post("/tenants", json={"name": "other"}))["limits"] == {}
+
+    async def patched(limits: object) -> object:
+        return made(await plane.admin.patch("/tenants/acme", json={"limits": limits}), 200)["limits"]
+
+    assert await patched({"monthly_budget": {"amount": "30"}, "max_output_tokens": 9}) == {
+        "requests_per_minute": 60,
+        "max_output_tokens": 9,
+        "monthly_budget": {"amount": "30", "currency": "USD"},
+    }
+    assert await patched({"requests_per_minute": None, "monthly_budget": None}) == {"max_output_tokens": 9}
+    assert made(await plane.admin.patch("/tenants/acme", json={"weight": 2}), 200)["limits"] == {"max_output_tokens": 9}
+    assert (await plane.admin.get("/tenants/acme")).json()["limits"] == {"max_output_tokens": 9}
+    assert await patched(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("limits", "pointer"),
+    [
+        ({"requests_per_hour": 1}, "/limits/requests_per_hour"),
+        ({"requests_per_minute": 0}, "/limits/requests_per_minute"),
+        ({"tokens_per_minute": "many"}, "/limits/tokens_per_minute"),
+        ({"concurrent_streams": 1.5}, "/limits/concurrent_streams"),
+        ({"monthly_budget": {"amount": "-1"}}, "/limits/monthly_budget/amount"),
+        ({"monthly_budget": {"amount": "1", "each": "day"}}, "/limits/monthly_budget/each"),
+        ({"monthly_budget": {"currency": "USD"}}, "/limits/monthly_budget/amount"),
+    ],
+)
+async def test_a_limit_that_can_not_be_is_refused_where_it_stands(
+    plane: Plane, limits: dict[str, object], pointer: str
+) -> None:
+    made(await plane.admin.post("/tenants", json={"name": "acme"}))
+    answers = (
+        await plane.admin.post("/tenants", json={"name": "other", "limits": limits}),
+        await plane.admin.patch("/tenants/acme", json={"limits": limits}),
+    )
+    assert [made(answer, 422)["errors"][0]["pointer"] for answer in answers] == [pointer, pointer]
+
+
+async def test_a_tenant_can_not_lift_its_own_limits(plane: Plane) -> None:
+    client = await plane.tenant("acme")
+    answer = await client.patch("/tenants/acme", json={"limits": None})
+    assert made(answer, 403)["code"] == "admin_only"
+
+
 async def test_a_tenant_can_not_weigh_itself(plane: Plane) -> None:
     client = await plane.tenant("acme")
     assert made(await client.patch("/tenants/acme", json={"weight": 10}), 403)["code"] == "admin_only"

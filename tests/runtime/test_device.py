@@ -12,10 +12,10 @@ import pytest
 
 from runtime import pipe
 from runtime.device import Device
-from runtime.engine.base import BadRequest, EngineError, Held, Output
+from runtime.engine.base import BadRequest, EngineError, Held, Hold, Output
 from runtime.policy.turns import RoundRobin
 from runtime.request import RequestId
-from store.wire import EngineSpec, Finish, ModelState, Residency, Run
+from store.wire import EngineSpec, Finish, KvForm, ModelState, Residency, Run
 from tests.runtime.world import spec
 
 PAGES_TOTAL, PAGE_BYTES = 8, 2 << 20
@@ -31,6 +31,7 @@ class Scripted:
 
     weights_pages = WEIGHTS_PAGES
     kv_pages_least = 1
+    kv_form = KvForm(1, PAGE_BYTES, "scripted")
 
     def __init__(self, made: list[list[int]]) -> None:
         self.requests: dict[RequestId, int] = {}
@@ -113,6 +114,7 @@ class Scripted:
 
 class Builder:
     version = "scripted"
+    life = 1
     pages_total = PAGES_TOTAL
     page_bytes = PAGE_BYTES
 
@@ -128,6 +130,9 @@ class Builder:
         self.change(engine)
         return engine
 
+    def hold(self, blocks: list[int], block_bytes: int, life: int) -> Hold | None:
+        raise AssertionError("nobody moves here")
+
     def pages_used(self) -> int:
         return sum(engine.weights + engine.kv for engine in self.engines.values())
 
@@ -135,12 +140,14 @@ class Builder:
 class Node:
     """The other end: reads in a thread of its own, as the node process does."""
 
+    builder = Builder
+
     def __init__(self) -> None:
         self._ours, self._theirs = pipe.pair()
         self.made: list[list[int]] = []
         self.lost: list[str] = []
         self.states: list[pipe.State] = []
-        self.build = Builder(self.made)
+        self.build = self.builder(self.made)
         self.device = Device(pipe.DeviceEnd(self._theirs), RoundRobin(), self.build, time.monotonic)
         self._plans: list[tuple[Callable[[], bool], tuple[pipe.ToDevice, ...]]] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -388,3 +395,13 @@ def test_an_engine_that_raised_is_asked_for_nothing_but_to_close(call: str) -> N
     engine = node.build.engines["a"]
     assert engine.calls == ["fetch", "check", "close"] and not engine.seen_before_step
     assert len(engine.requests) == (0 if call == "add" else 2)
+
+
+def test_where_its_time_goes_is_told_to_the_microsecond() -> None:
+    node = Node()
+    node.send(pipe.Place(spec("a")), node.start())
+    node.run(until=lambda: len(node.tokens) == TOKENS and bool(node.states) and bool(node.states[-1].accounts.labels))
+    accounts = node.states[-1].accounts
+    paid = sum(sum(each) for each in accounts.labels.values())
+    assert accounts.us == accounts.idle_us + accounts.platform_us + accounts.open_us + paid
+    assert paid > 0 and accounts.platform_us > 0, "a model was built"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -328,6 +329,37 @@ def test_parked_blocks_evict_images_that_nobody_uses_and_no_others(images: Image
     assert slabs.take(13) is None and there(images, "a")
     assert slabs.take(12) and not there(images, "a")
     assert used.verify() and images.stats().parked_bytes == 12 * FOLIO_BYTES
+
+
+def test_what_a_runtime_parked_can_be_held_beyond_its_death(images: Images) -> None:
+    other = Images.open(images.fd)
+    blocks = Slabs(other, 3000).take(900)
+    assert blocks is not None
+    write(images, 3000, blocks[-1], 7)
+    hold, life = images.hold(blocks, 3000, other.life), other.life
+    assert hold is not None
+    other.close()
+    assert images.stats().parked_bytes > 0
+    assert images.cache.view(blocks[-1] * 3000, 3000)[0] == 7
+    assert images.hold(blocks, 3000, life) is None, "nobody knows of whom they are"
+    hold.release()
+    hold.release()
+    assert images.stats().parked_bytes == 0
+
+
+def test_what_is_another_runtimes_now_is_not_held_for_what_it_was(images: Images) -> None:
+    other = Images.open(images.fd)
+    blocks, life = Slabs(other, 3000).take(10), other.life
+    assert blocks is not None
+    assert images.hold([blocks[-1] + 10_000], 3000, life) is None
+    other.close()
+    with contextlib.closing(Images.open(images.fd)) as next_one:
+        assert Slabs(next_one, 3000).take(10) == blocks
+        assert next_one.life != life
+        assert images.hold(blocks, 3000, life) is None
+        hold = images.hold(blocks, 3000, next_one.life)
+        assert hold is not None
+        hold.release()
 
 
 def test_a_block_that_is_not_taken_is_not_freed(images: Images) -> None:

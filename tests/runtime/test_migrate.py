@@ -1,24 +1,28 @@
-"""The handshake of a move, on a real bus, with a fault at every step: the request is one side's in the end, nobody
-waits for ever, and what lies in the host cache is given back once. The devices are played."""
+"""The handshake of a move, on a real bus, within a host and between two, with a fault at every step: the request is one
+side's in the end, nobody waits for ever, and what lies in the host caches is given back once. The devices are played,
+the bytes are real."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from runtime import migrate as migrate_module
-from runtime import pipe
+from runtime import pipe, transport
 from runtime.migrate import Migrations, NotMoved, Stream
+from runtime.transport import Door
 from store import wire
 from store.bus import Bus
 from tests.conftest import NatsServer, soon
+from tests.runtime.hosts import Fault, HostCache, Network, host_caches
 
 MADE = [1, 2, 3]
-HOST_BLOCKS = [7, 8, 9]
+FORM = wire.KvForm(2, 70_000, "any")
 RUN = wire.Run(
     gateway="g",
     stream=5,
@@ -37,11 +41,13 @@ class PlayedDevice:
     """A device process that does what it is told, but for the message named in `fault`, on which it does as that says:
     `silent`, `refuses` or `dies`."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: HostCache) -> None:
         self.heard: list[pipe.ToDevice] = []
         self.migrations: Migrations | None = None
         self.fault: tuple[type, str] | None = None
-        self._stages = 0
+        self.blocks: list[int] = []  # of the request that goes
+        self.read: list[bytes] = []  # of the one that comes
+        self._stages, self._cache = 0, cache
 
     def send(self, message: pipe.ToDevice) -> None:
         self.heard.append(message)
@@ -64,29 +70,39 @@ class PlayedDevice:
             case pipe.MoveOut(move) | pipe.Next(move) if refuses:
                 self.migrations.heard(pipe.NotMoving(move, "it ended"))
             case pipe.MoveOut(move):
-                self.migrations.heard(pipe.Staged(move, 0, HOST_BLOCKS[:1]))
+                self.migrations.heard(pipe.Staged(move, 0, self.blocks[:1]))
             case pipe.Next(move):
                 self._stages += 1
                 if self._stages == 1:
-                    self.migrations.heard(pipe.Staged(move, 1, HOST_BLOCKS[1:2]))
+                    self.migrations.heard(pipe.Staged(move, 1, self.blocks[1:2]))
                 else:
-                    self.migrations.heard(pipe.Left(move, wire.Departure(MADE, 6, HOST_BLOCKS, b"")))
+                    self.migrations.heard(pipe.Left(move, wire.Departure(MADE, 6, self.blocks, b"")))
+            case pipe.Take(move, first, host) if not refuses:
+                assert first == len(self.read)
+                self.read += self._cache.bytes_of(host, FORM.bytes)
+                self.migrations.heard(pipe.Answered(move))
             case pipe.Coming(move) | pipe.Take(move):
                 self.migrations.heard(pipe.Answered(move, "there is no room" if refuses else ""))
-            case pipe.Adopt(move):
+            case pipe.Adopt(move, departure):
                 self.migrations.heard(pipe.Answered(move, "it is not expected here" if refuses else ""))
                 if not refuses:
+                    self.read += self._cache.bytes_of(departure.host[len(self.read) :], FORM.bytes)
                     await self.migrations.landed_here(move)
+            case pipe.NotComing(move):
+                await self.migrations.landed_here(move)
 
 
 class PlayedNode:
     """A host of migrations."""
 
     epoch = 3
-    host_cache_id = "cache"
 
-    def __init__(self, bus: Bus, id: str) -> None:
-        self.id, self.played = id, PlayedDevice()
+    def __init__(self, bus: Bus, id: str, cache: HostCache) -> None:
+        self.id, self.played, self.cache = id, PlayedDevice(cache), cache
+        self.host_cache_id = f"cache {cache.fd}"
+        self.blocks, self.door = cache.blocks, Door(cache.blocks)
+        self.life = 1
+        self.leases: dict[str, wire.Lease] = {}
         self.streams: dict[tuple[str, int], Stream] = {}
         self.moved: list[wire.Moved] = []
         self.given_back: list[wire.Run] = []
@@ -96,6 +112,7 @@ class PlayedNode:
         self._bus = bus
 
     async def start(self) -> None:
+        self.door.open("127.0.0.1")
         await self.migrations.start()
         await self._bus.subscribe(wire.cancel_subject(self.id), self._cancel)
 
@@ -104,6 +121,19 @@ class PlayedNode:
 
     def device(self) -> pipe.NodeEnd | None:
         return self.played  # type: ignore[return-value]
+
+    def lease(self, runtime: str) -> wire.Lease | None:
+        return self.leases.get(runtime)
+
+    def own_lease(self) -> wire.Lease:
+        address = self.door.address
+        return wire.Lease(runtime=self.id, epoch=3, engine="e", host_cache=self.host_cache_id, receives_at=address)
+
+    def form(self, model: str) -> wire.KvForm | None:
+        return FORM
+
+    def tokens_most(self, model: str) -> int:
+        return 100
 
     def refusal(self, run: wire.Run) -> wire.Reply | None:
         return self.refuses
@@ -127,19 +157,39 @@ class PlayedNode:
 Nodes = tuple[PlayedNode, PlayedNode]
 
 
-@pytest.fixture
-async def nodes(nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Nodes]:
-    """r1 has a stream; r2 could take it."""
+@pytest.fixture(params=["one host", "two hosts"])
+async def nodes(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[Nodes]:
+    """r1 has a stream; r2 could take it. In the end nothing of it is left in the host cache of who received it."""
     for name, seconds in {"ANSWER_S": 1.0, "REPLY_S": 2.0, "LANDED_S": 2.0}.items():
         monkeypatch.setattr(migrate_module, name, seconds)
-    async with contextlib.AsyncExitStack() as stack:
-        buses = [await stack.enter_async_context(Bus.connect(nats_server.url, f"r{n}")) for n in (1, 2)]
-        one, two = (PlayedNode(bus, f"r{n}") for n, bus in enumerate(buses, 1))
-        await one.start()
-        await two.start()
-        await asyncio.sleep(0.05)
-        one.streams["g", 5] = Stream(RUN, 0.0, len(MADE))
-        yield one, two
+    monkeypatch.setattr(transport, "PARCEL_S", 0.3)
+    with host_caches(1 if request.param == "one host" else 2) as caches:
+        async with contextlib.AsyncExitStack() as stack:
+            buses = [await stack.enter_async_context(Bus.connect(nats_server.url, f"r{n}")) for n in (1, 2)]
+            one, two = (PlayedNode(bus, f"r{n}", caches[-n % len(caches)]) for n, bus in enumerate(buses, 1))
+            await one.start()
+            await two.start()
+            one.leases = {lease.runtime: lease for lease in (one.own_lease(), two.own_lease())}
+            await asyncio.sleep(0.05)
+            one.streams["g", 5] = Stream(RUN, 0.0, len(MADE))
+            one.played.blocks = one.cache.put(3, FORM.bytes, random.Random(1))
+            yield one, two
+            two.migrations.device_lost()
+            await soon(lambda: two.blocks.taken_bytes == 0 and not two.door._serving)
+            assert not two.door._expected
+        for node in (one, two):
+            await node.door.close()
+        one.cache.drop(one.played.blocks, FORM.bytes)
+
+
+between_hosts = pytest.mark.parametrize("nodes", ["two hosts"], indirect=True)
+
+
+def nothing_left(two: PlayedNode) -> bool:
+    """Of the move, at its target's node."""
+    return not (two.blocks.taken_bytes or two.door._expected or two.door._serving or two.migrations._arrivals)
 
 
 async def test_a_move_ends_with_one_owner_who_knows_all(nodes: Nodes) -> None:
@@ -148,10 +198,14 @@ async def test_a_move_ends_with_one_owner_who_knows_all(nodes: Nodes) -> None:
     assert not one.streams and one.moved == [wire.Moved("r2", 3, 41)]
     assert two.streams["g", 5].at == len(MADE)
     taken = [message for message in two.played.heard if isinstance(message, pipe.Take)]
-    assert [(take.first, take.host) for take in taken] == [(0, [7]), (1, [8])]
+    assert [(take.first, len(take.host)) for take in taken] == [(0, 1), (1, 1)]
     (adopted,) = (message for message in two.played.heard if isinstance(message, pipe.Adopt))
-    assert adopted.departure == wire.Departure(MADE, 6, HOST_BLOCKS, b"")
+    departure = adopted.departure
+    assert departure == wire.Departure(MADE, 6, departure.host, b"")
+    assert (departure.host == one.played.blocks) is (one.cache is two.cache)
+    assert two.played.read == one.cache.bytes_of(one.played.blocks, FORM.bytes)
     await soon(lambda: one.played.got(pipe.Gone) == 1)
+    await soon(lambda: nothing_left(two))
     assert one.played.got(pipe.Stay) == 0
 
 
@@ -182,6 +236,7 @@ async def test_a_fault_at_any_step_leaves_it_where_it_was(nodes: Nodes, side: st
             await one.migrations.move("g", 5, "r2")
     if how != "dies":
         await soon(lambda: two.played.got(pipe.NotComing) == two.played.got(pipe.Coming))
+    await soon(lambda: nothing_left(two))
     assert list(one.streams) == [("g", 5)] and not two.streams and not one.moved
     assert not one.streams["g", 5].moving
     assert one.played.got(pipe.Gone) == 0
@@ -226,12 +281,8 @@ async def _nothing(move: str) -> None:
     pass
 
 
-async def test_a_runtime_of_another_host_or_that_refuses_is_no_target(nodes: Nodes) -> None:
+async def test_a_runtime_that_refuses_or_is_not_there_is_no_target(nodes: Nodes) -> None:
     one, two = nodes
-    two.host_cache_id = "another"  # type: ignore[misc]
-    with pytest.raises(NotMoved, match="on another host than r1"):
-        await one.migrations.move("g", 5, "r2")
-    two.host_cache_id = "cache"  # type: ignore[misc]
     two.refuses = wire.Reply(refusal=wire.Refusal.DRAINING, reason="it leaves")
     with pytest.raises(NotMoved, match="it leaves"):
         await one.migrations.move("g", 5, "r2")
@@ -263,13 +314,14 @@ async def test_a_cancel_that_comes_to_the_old_place_is_passed_on(nodes: Nodes) -
 
 async def test_an_offer_of_a_runtime_that_died_is_forgotten(nodes: Nodes) -> None:
     one, two = nodes
-    offer = wire.Offer(move="m", source="r1", host_cache="cache", run=RUN, tokens=7)
+    key = b"" if one.cache is two.cache else bytes(16)
+    offer = wire.Offer(move="m", source="r1", host_cache=one.host_cache_id, form=FORM, run=RUN, tokens=7, key=key)
     assert wire.decode(wire.Reply, await one._bus.request(wire.offer_subject("r2"), offer)).refusal is None
     two.migrations.sweep(time.monotonic())
     assert two.played.got(pipe.NotComing) == 0
     two.migrations.sweep(time.monotonic() + migrate_module.COMING_S + 1)
     assert two.played.got(pipe.NotComing) == 1
-    commit = wire.Commit(move="m", departure=wire.Departure(MADE, 6, HOST_BLOCKS, b""))
+    commit = wire.Commit(move="m", departure=wire.Departure(MADE, 6, one.played.blocks, b""))
     late = wire.decode(wire.Reply, await one._bus.request(wire.commit_subject("r2"), commit))
     assert "not known here" in late.reason and not two.streams
 
@@ -288,3 +340,133 @@ async def test_one_request_moves_once_at_a_time(nodes: Nodes) -> None:
     one, _ = nodes
     moves = await asyncio.gather(*(one.migrations.move("g", 5, "r2") for _ in range(3)), return_exceptions=True)
     assert [type(move) for move in moves].count(NotMoved) == 2 and len(one.moved) == 1
+
+
+async def test_who_ends_while_its_last_blocks_are_carried_is_not_handed_over(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read then may have been another's already."""
+    one, two = nodes
+    carried = one.migrations._carried
+
+    async def cancelled_meanwhile(*arguments: object) -> list[int]:
+        there = await carried(*arguments)  # type: ignore[arg-type]
+        if arguments[2]:
+            one.streams.pop(("g", 5), None)
+        return there
+
+    monkeypatch.setattr(one.migrations, "_carried", cancelled_meanwhile)
+    with pytest.raises(NotMoved, match="it ended while"):
+        await one.migrations.move("g", 5, "r2")
+    assert not two.streams and two.played.got(pipe.Adopt) == 0 and one.played.got(pipe.Stay) == 1
+    await soon(lambda: nothing_left(two))
+
+
+# ── between hosts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+HELLO, BLOCK = 24, 8 + 8 + FORM.bytes  # bytes: of a connection, of a batch of one block
+ROOM = len(transport._encoder.encode(transport.Room([1]))) + 4
+
+
+@between_hosts
+@pytest.mark.parametrize("kind", ["cut", "stall", "flip"])
+@pytest.mark.parametrize(
+    ("back", "at"),
+    [(False, HELLO + batch * BLOCK + at) for batch in range(3) for at in (-3, 3, 12, 5000)] + [(True, 2), (True, ROOM)],
+)
+async def test_whatever_the_network_does_it_is_one_sides_and_nothing_is_left(
+    nodes: Nodes, kind: str, back: bool, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = nodes
+    for name in ("HELLO_S", "ROOM_S"):
+        monkeypatch.setattr(transport, name, 0.3)
+    async with Network(two.door.address, Fault(kind, back, at)) as address:
+        one.leases["r2"] = wire.replace(two.own_lease(), receives_at=address)
+        with contextlib.suppress(NotMoved):
+            async with asyncio.timeout(20):
+                await one.migrations.move("g", 5, "r2")
+        moved = bool(one.moved)
+        await soon(lambda: nothing_left(two))
+    assert len(one.streams) + len(two.streams) == 1 and bool(two.streams) is moved
+    assert (one.played.got(pipe.Stay), two.played.got(pipe.Adopt)) == ((0, 1) if moved else (1, 0))
+    if moved:
+        assert kind == "flip", "a byte that is turned is sent again"
+        assert two.played.read == one.cache.bytes_of(one.played.blocks, FORM.bytes)
+
+
+@between_hosts
+async def test_without_room_for_its_blocks_it_stays(nodes: Nodes) -> None:
+    one, two = nodes
+    taken = await two.blocks.take(16, 1 << 20)
+    with pytest.raises(NotMoved, match="1 blocks of 70000 bytes find no room in a host cache"):
+        await one.migrations.move("g", 5, "r2")
+    await two.blocks.free(taken, 1 << 20)
+    assert list(one.streams) == [("g", 5)] and one.played.got(pipe.Stay) == 1
+    await one.migrations.move("g", 5, "r2")
+
+
+@between_hosts
+async def test_where_nothing_is_received_nothing_is_sent(nodes: Nodes) -> None:
+    one, two = nodes
+    one.leases["r2"] = wire.replace(two.own_lease(), receives_at="")
+    with pytest.raises(NotMoved, match="r2 is on another host, and receives nothing"):
+        await one.migrations.move("g", 5, "r2")
+    del one.leases["r2"]  # then it is taken for one of this host
+    with pytest.raises(NotMoved, match="r2 refuses: it is on another host than r1"):
+        await one.migrations.move("g", 5, "r2")
+    await two.door.close()
+    one.leases["r2"] = wire.replace(two.own_lease(), receives_at="127.0.0.1:9")
+    with pytest.raises(NotMoved, match="r2 refuses: it receives nothing"):
+        await one.migrations.move("g", 5, "r2")
+    assert one.played.got(pipe.MoveOut) == 0
+
+
+@between_hosts
+async def test_a_target_reads_only_where_it_has_received(nodes: Nodes) -> None:
+    one, two = nodes
+
+    async def told(subject: Callable[[str], str], message: wire.Message) -> wire.Reply:
+        return wire.decode(wire.Reply, await one._bus.request(subject("r2"), message))
+
+    offer = wire.Offer(move="m", source="r1", host_cache=one.host_cache_id, form=FORM, run=RUN, tokens=7, key=bytes(16))
+    assert (await told(wire.offer_subject, offer)).refusal is None
+    for blocks in (wire.Blocks(move="m", first=0, host=[31]), wire.Blocks(move="m", first=1, host=[31])):
+        assert "were not received" in (await told(wire.blocks_subject, blocks)).reason
+    commit = wire.Commit(move="m", departure=wire.Departure(MADE, 6, [31], b""))
+    assert "were not received" in (await told(wire.commit_subject, commit)).reason
+    assert two.played.got(pipe.Take) == two.played.got(pipe.Adopt) == 0
+    two.migrations._forget("m")
+
+
+@between_hosts
+@pytest.mark.parametrize("dies", ["device", "node"])
+async def test_a_target_that_dies_after_each_step_keeps_nothing(
+    nodes: Nodes, dies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = nodes
+    for step in range(1, 5):  # two batches and their blocks
+        steps = 0
+
+        async def counted(job: object, *arguments: object, last: int = step) -> object:
+            nonlocal steps
+            result = await job(*arguments)  # type: ignore[operator]
+            steps += 1
+            if steps == last:
+                two.migrations.device_lost()
+                if dies == "node":
+                    await two.door.close()
+            return result
+
+        ask, carried = one.migrations._ask, one.migrations._carried
+        monkeypatch.setattr(one.migrations, "_ask", lambda *to, ask=ask: counted(ask, *to))
+        monkeypatch.setattr(one.migrations, "_carried", lambda *to, carried=carried: counted(carried, *to))
+        with pytest.raises(NotMoved):
+            await one.migrations.move("g", 5, "r2")
+        monkeypatch.setattr(one.migrations, "_ask", ask)
+        monkeypatch.setattr(one.migrations, "_carried", carried)
+        await soon(lambda: nothing_left(two))
+        assert list(one.streams) == [("g", 5)] and not two.streams
+        one.played._stages, two.played.read = 0, []
+        if dies == "node":
+            two.door.open("127.0.0.1")
+            one.leases["r2"] = two.own_lease()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 
@@ -41,7 +42,13 @@ def peer(node: Node, id: str, **changes: object) -> None:
     """Another runtime's lease."""
     here = {"m": ModelState(residency=Residency.RESIDENT)}
     lease = wire.Lease(runtime=id, epoch=1, engine="", host_cache=node.host_cache_id, models=here)
-    node._peers[id] = wire.replace(lease, **changes), time.monotonic()
+    node._peers.changed(id, wire.replace(lease, **changes), time.monotonic())
+
+
+def target(node: Node, model: str) -> str | None:
+    """Where a stream of this model would go."""
+    node.take_over(run(1, model=model), 0)
+    return node._target("g", 1)
 
 
 async def test_a_scheduler_of_an_earlier_term_is_not_obeyed(node: Node) -> None:
@@ -66,27 +73,50 @@ async def test_the_least_urgent_and_of_these_the_shortest_move_first(node: Node)
 
 
 async def test_a_request_goes_to_the_runtime_of_this_host_that_has_the_model_and_least_to_do(node: Node) -> None:
-    assert node._peer("m") is None
-    peer(node, "far", host_cache="another host")
+    assert target(node, "m") is None
+    peer(node, "unreached", host_cache="another:1")
+    peer(node, "loopback", host_cache="another:1", receives_at="127.0.0.1:99")
     peer(node, "other", engine="another version")
     peer(node, "leaving", draining=True)
     peer(node, "broken", models={"m": ModelState(residency=Residency.FAILED)})
     peer(node, "r1")
-    assert node._peer("m") is None
+    assert target(node, "m") is None
     peer(node, "asleep", models={"m": ModelState(residency=Residency.STAGED)})
-    assert node._peer("m") == "asleep"
+    assert target(node, "m") == "asleep"
     peer(node, "busy", models={"m": ModelState(residency=Residency.RESIDENT, running=3)})
     peer(node, "free")
-    assert node._peer("m") == "free" and node._peer("n") is None
+    assert target(node, "m") == "free" and target(node, "n") is None
 
 
 async def test_who_computes_prompts_hands_on_to_those_who_make_tokens_alone(node: Node) -> None:
     await node._set_role(wire.encode(wire.SetRole(role=Role.PREFILL)))
-    assert node._lease().role is Role.PREFILL
+    assert node._own_lease().role is Role.PREFILL
     peer(node, "like-me", role=Role.PREFILL)
-    assert node._peer("m") is None
+    assert target(node, "m") is None
     peer(node, "decodes", role=Role.DECODE, models={"m": ModelState(residency=Residency.RESIDENT, running=9)})
-    assert node._peer("m") == "decodes"
+    assert target(node, "m") == "decodes"
     await node._set_role(wire.encode(wire.SetRole(role=Role.BOTH)))
-    del node._peers["decodes"]
-    assert node._peer("m") == "like-me"  # to leave, better there than nowhere
+    node._peers.changed("decodes", None, 0.0)
+    assert target(node, "m") == "like-me"  # to leave, better there than nowhere
+
+
+async def test_a_runtime_of_this_host_comes_before_one_of_another_and_both_after_none_that_decodes(node: Node) -> None:
+    far = {"host_cache": "another:1", "receives_at": "10.0.0.2:99"}
+    peer(node, "far", **far)
+    assert target(node, "m") == "far"
+    peer(node, "near", models={"m": ModelState(residency=Residency.STAGED, running=9)})
+    assert target(node, "m") == "near"
+    peer(node, "near", role=Role.PREFILL)
+    assert target(node, "m") == "far"
+    peer(node, "same-machine", host_cache=f"{node.host_cache_id}0", receives_at="127.0.0.1:99")
+    node._peers.changed("far", None, 0.0)
+    assert target(node, "m") == "same-machine"
+
+
+async def test_a_drain_waits_until_nobody_reads_what_has_left_any_more(node: Node) -> None:
+    node._migrations._landing["m"] = asyncio.Event()
+    draining = asyncio.create_task(node._drain())
+    await asyncio.sleep(0.3)
+    assert not draining.done()
+    del node._migrations._landing["m"]
+    await asyncio.wait_for(draining, 5)

@@ -6,23 +6,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 
 import pytest
 
 from runtime import scheduler as scheduler_module
 from runtime.cluster import Rules
+from runtime.policy.scaling import Band
 from runtime.scheduler import Fleet, Scheduler
 from store import wire
 from store.bus import Bus
 from store.wire import ModelState, Residency
 from tests.conftest import NatsServer, soon
+from tests.runtime.world import spec
 
 PAGE = 1 << 20
 
 
 def lease(runtime: str, epoch: int = 1, engine: str = "e", **busy: float) -> wire.Lease:
-    """`busy`: the share of the device's time that each model needs."""
-    models = {
+    """`busy`: the share of the device's time that each model needs. The others are there, and have no requests."""
+    models = {model: ModelState(residency=Residency.STAGED) for model in "ab"}
+    models |= {
         model: ModelState(residency=Residency.RESIDENT, running=1, kv_pages=1, weights_pages=2, busy=share)
         for model, share in busy.items()
     }
@@ -69,6 +73,85 @@ def test_a_runtime_that_was_started_again_is_a_new_device() -> None:
     assert len(fleet.cluster.devices) == 2
 
 
+# ── how many there should be ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Scaled:
+    """Runtimes of a fleet that may be two to four, and do what they are told."""
+
+    fleet: Fleet = field(default_factory=lambda: Fleet(Rules(band=Band(2, 4))))
+    busy: dict[str, float] = field(default_factory=dict)  # by runtime that is there
+    draining: set[str] = field(default_factory=set)
+    now: float = 0.0
+
+    def go_on(self, seconds: int) -> list[tuple[str, wire.Migrate | wire.Drain]]:
+        said: list[tuple[str, wire.Migrate | wire.Drain]] = []
+        for _ in range(seconds):
+            self.now += 1.0
+            for runtime, busy in self.busy.items():
+                shown = {"m": busy} if busy else {}
+                self.fleet.heard(wire.replace(lease(runtime, **shown), draining=runtime in self.draining), self.now)
+            for runtime, order in self.fleet.tick(self.now):
+                said.append((runtime, order))
+                if isinstance(order, wire.Drain):
+                    self.draining = self.draining | {runtime} if order.on else self.draining - {runtime}
+        return said
+
+    @property
+    def wish(self) -> tuple[int, list[str]]:
+        wish = self.fleet.wish("s")
+        return wish.wanted, wish.draining
+
+
+def test_more_runtimes_are_wished_for_while_there_is_too_much_to_do() -> None:
+    scaled = Scaled(busy={"r1": 1.2, "r2": 1.2})
+    scaled.go_on(1)
+    assert scaled.wish == (2, [])
+    scaled.go_on(20)
+    assert scaled.wish[0] > 2
+    scaled.busy |= {"r3": 0.0, "r4": 0.0}
+    scaled.go_on(2)
+    assert scaled.wish == (4, [])
+
+
+def test_a_runtime_that_is_not_needed_drains_and_may_go() -> None:
+    scaled = Scaled(busy={"r1": 0.0, "r2": 0.0, "r3": 0.0})
+    ((runtime, order),) = scaled.go_on(30)
+    assert order == wire.Drain(on=True) and scaled.wish == (2, [runtime])
+    assert not scaled.go_on(30) and scaled.wish == (2, [runtime])
+    del scaled.busy[runtime]
+    scaled.go_on(10)
+    assert scaled.wish == (2, []), "it went, as it was told to, and is not waited for"
+
+
+def test_a_runtime_that_drains_is_taken_back_before_another_is_wished_for() -> None:
+    scaled = Scaled(busy={"r1": 0.0, "r2": 0.0, "r3": 0.0})
+    ((runtime, _),) = scaled.go_on(30)
+    scaled.busy = {name: 0.0 if name == runtime else 1.2 for name in scaled.busy}
+    said = scaled.go_on(20)
+    assert (runtime, wire.Drain(on=False)) in said
+    assert scaled.wish[0] >= 3 and not scaled.wish[1]
+
+
+def test_another_scheduler_learns_from_the_leases_who_drains() -> None:
+    scaled = Scaled(busy={"r1": 0.0, "r2": 0.0, "r3": 0.0}, draining={"r3"})
+    assert not scaled.go_on(30) and scaled.wish == (2, ["r3"])
+
+
+def test_a_fleet_without_a_band_wishes_nothing() -> None:
+    fleet = Fleet(Rules(migrate=True))
+    told(fleet, 1.0, OVERFULL)
+    assert fleet.wish("s") == wire.Leader(holder="s")
+
+
+def test_a_model_does_not_move_to_a_runtime_that_does_not_host_it() -> None:
+    fleet = Fleet(Rules(migrate=True))
+    other = wire.replace(lease("r2"), models={})
+    assert not told(fleet, 1.0, OVERFULL, other)
+    assert told(fleet, 2.0, OVERFULL, lease("r2"))
+
+
 # ── who leads ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -84,19 +167,13 @@ class Two:
 
     async def start(self) -> None:
         await self.bus.respond(wire.migrate_subject("r1"), self._obey)
-        self._tasks = [asyncio.create_task(self._report())]
+        self._tasks = [asyncio.create_task(_report(self.bus, OVERFULL, lease("r2")))]
         for scheduler, stop in zip(self.all, self.stops, strict=True):
             self._tasks.append(asyncio.create_task(scheduler.run(stop)))
 
     async def _obey(self, data: bytes) -> wire.Reply:
         self.orders.append(wire.decode(wire.Migrate, data))
         return wire.Reply(refusal=wire.Refusal.BUSY, reason="not now")  # so it is said again
-
-    async def _report(self) -> None:
-        while True:
-            for each in (OVERFULL, lease("r2")):
-                await self.bus.put(wire.LEASES, each.runtime, each)
-            await asyncio.sleep(0.2)
 
     def kill(self, number: int) -> None:
         """Without a word to anybody."""
@@ -111,6 +188,13 @@ class Two:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _report(bus: Bus, *leases: wire.Lease) -> None:
+    while True:
+        for each in leases:
+            await bus.put(wire.LEASES, each.runtime, each)
+        await asyncio.sleep(0.2)
 
 
 @pytest.fixture
@@ -154,3 +238,33 @@ async def test_a_lead_that_was_taken_by_another_is_noticed(two: Two, nats_server
     await soon(lambda: leader._term != term)
     await soon(lambda: sum(scheduler.leads for scheduler in two.all) == 1)
     assert max(scheduler._term for scheduler in two.all) > term
+
+
+async def test_the_leader_places_models_and_says_how_many_runtimes_there_should_be(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "TICK_S", 0.1)
+    said: dict[str, wire.Places] = {}
+    wishes: list[wire.Leader] = []
+
+    def placed(key: str, value: bytes | None) -> None:
+        if value is None:
+            said.pop(key, None)
+        else:
+            said[key] = wire.decode(wire.Places, value)
+
+    async with Bus.connect(nats_server.url, "s") as theirs, Bus.connect(nats_server.url, "b") as bus:
+        stop = asyncio.Event()
+        task = asyncio.create_task(Scheduler(theirs, Rules(band=Band(3, 4)), "s").run(stop))
+        await bus.watch(wire.PLACES, placed)
+        await bus.watch(wire.LEADER, lambda _, value: wishes.append(wire.decode(wire.Leader, value)) if value else None)
+        report = asyncio.create_task(_report(bus, lease("r1"), lease("r2")))
+        for key in ("m", "n"):
+            await bus.put(wire.MODELS, key, wire.replace(spec(key), replicas=1))
+        await soon(lambda: {places.runtimes[0] for places in said.values()} == {"r1", "r2"})
+        await soon(lambda: wishes[-1].wanted == 3)
+        await bus.delete(wire.MODELS, "m")
+        await soon(lambda: set(said) == {"n"})
+        stop.set()
+        await task
+        report.cancel()

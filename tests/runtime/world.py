@@ -11,6 +11,7 @@ from unittest.mock import ANY
 
 from msgspec.structs import replace
 
+from runtime.account import Account
 from runtime.costs import model_size, unknown
 from runtime.engine.base import Held, Output
 from runtime.events import (
@@ -160,7 +161,9 @@ class World:
         step_s: float = 1 / 64,
     ) -> None:
         pages = Pages(total, PAGE_BYTES)
-        self.instance = Instance(turns or RoundRobin(quota), pages, lambda spec: unknown(model_size(spec)))
+        self.account = Account.open(0.0)
+        turns = turns or RoundRobin(quota)
+        self.instance = Instance(turns, pages, lambda spec: unknown(model_size(spec)), self.account)
         self.now, self.step_s = 0.0, step_s
         self.segment = 1
         self.out: DeviceEffect | None = None
@@ -177,6 +180,7 @@ class World:
         self.prompt_most, self.tokens_most, self.tokens_a_page = prompt_most, tokens_most, tokens_a_page
         self._made_at: dict[RequestId, list[float]] = {}  # the tokens of those that were taken and did not end
         self._requests: dict[RequestId, Request] = {}
+        self._taken: list[Request] = []  # every one that there ever was
         self.leaving: list[RequestId] = []
         self._alone = False  # nothing was heard since the step that is out was asked for
 
@@ -203,6 +207,7 @@ class World:
         match event:
             case Arrived(request) if not effects:
                 self._requests[request.id], self._made_at[request.id] = request, []
+                self._taken.append(request)
             case Cancelled(requests):
                 for id in requests:
                     if id in self._made_at:
@@ -421,6 +426,16 @@ class World:
     def free(self) -> int:
         return self.instance.pages.total - sum(engine.weights + engine.kv for engine in self.engines.values())
 
+    def check_account(self) -> None:
+        """What the requests paid is what their labels paid; nobody pays while nobody is there."""
+        paid: Counter[str] = Counter()
+        for request in self._taken:
+            paid[request.label] += request.spent.gpu_us + request.spent.switch_us
+        totals = self.account.totals.items()
+        assert {label: total.gpu_us + total.switch_us for label, total in totals} == {
+            label: us for label, us in paid.items() if us or label in self.account.totals
+        }
+
     def check(self) -> None:
         self.instance.check()
         for key in self.instance.models:
@@ -438,6 +453,7 @@ class World:
             label: Counter(requests=total.requests, tokens=total.tokens, on_time=total.on_time)
             for label, total in counted.items()
         }
+        self.check_account()
         if self.out is None and self.fetching is None and not self.parking:
             assert self.open == set(self.leaving), (
                 f"requests are open, and nothing is under way for them: {self.instance.models}"

@@ -1,38 +1,71 @@
-"""Money: prices, rounding, and a bill that stays what it was."""
+"""Money: exact amounts, their one rounding, and which price holds."""
 
 from __future__ import annotations
 
+import decimal as exact_arithmetic
 from decimal import ROUND_HALF_EVEN, Decimal
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store import billing, models, tenants, usage
-from store.billing import Price, cost_pico, decimal, price_of
+from store import billing
+from store.billing import EXACT_PLACES, SKUS, Counts, Price, cost, cost_pico, decimal, minor_places, price_of
 from store.db import Database
-from tests.store.test_usage import DAY_US, NOVEMBER_US, message
 
 
-@given(st.integers(0, 10**30), st.integers(0, 12))
-def test_an_amount_is_rounded_half_to_even(pico: int, places: int) -> None:
-    exact = Decimal(pico).scaleb(-12)
-    with_places = Decimal(1).scaleb(-places)
-    import decimal as exact_arithmetic
+@given(st.integers(-(10**40), 10**40), st.integers(0, EXACT_PLACES))
+def test_an_amount_is_rounded_half_to_even(value: int, places: int) -> None:
+    with exact_arithmetic.localcontext(prec=80):
+        exact = Decimal(value).scaleb(-EXACT_PLACES)
+        rounded = exact.quantize(Decimal(1).scaleb(-places), ROUND_HALF_EVEN)
+        assert Decimal(decimal(value, EXACT_PLACES, places)) == rounded
+        assert Decimal(decimal(value, EXACT_PLACES)) == exact
 
-    with exact_arithmetic.localcontext(prec=60):
-        assert Decimal(decimal(pico, places)) == exact.quantize(with_places, ROUND_HALF_EVEN)
+
+@pytest.mark.parametrize(
+    ("value", "places", "text"),
+    [(5, 0, "0"), (15, 0, "2"), (25, 0, "2"), (-15, 0, "-2"), (-4, 0, "0"), (7, 1, "0.7"), (-7, 1, "-0.7")],
+)
+def test_a_tie_goes_to_the_even_neighbour(value: int, places: int, text: str) -> None:
+    assert decimal(value, 1, places) == text
+
+
+@pytest.mark.parametrize(("currency", "places"), [("USD", 2), ("EUR", 2), ("JPY", 0), ("KWD", 3), ("CLF", 4), ("", 2)])
+def test_a_currency_has_its_own_minor_unit(currency: str, places: int) -> None:
+    assert minor_places(currency) == places
 
 
 def test_a_trillion_tokens_at_a_high_price_do_not_overflow() -> None:
     price = Price("p", None, None, "USD", 10**15, 10**15, 10**15, 0, 0)
-    assert decimal(cost_pico(price, 10**12, 0, 10**12), 6) == f"{2 * 10**15}.000000"
+    amount = cost(price, Counts(prompt_tokens=10**12, output_tokens=10**12))
+    assert decimal(amount, EXACT_PLACES, 6) == f"{2 * 10**15}.000000"
 
 
-def test_cached_tokens_have_their_own_price() -> None:
-    price = Price("p", None, None, "USD", 100, 10, 1000, 0, 0)
+def test_each_kind_has_its_own_price_for_its_own_unit() -> None:
+    price = Price("p", None, None, "USD", 100, 10, 1000, 0, 0, 10**9, 10**8, 10**7, 10**6)
+    counts = Counts(7, 4, 2, gpu_us=1_500_000, switch_us=1, cache_byte_s=2 * 10**9, kv_byte_s=1)
+    pico = 3 * 100 + 4 * 10 + 2 * 1000 + Fraction(3, 2) * 10**9 + 10**8 * Fraction(1, 10**6) + 2 * 10**7
+    assert Fraction(cost(price, counts), 10**9) == pico + Fraction(10**6, 10**9)
+    assert cost(None, counts) == 0
+
+
+def test_the_tokens_of_a_running_request_cost_whole_pico_units() -> None:
+    price = Price("p", None, None, "USD", 100, 10, 1000, 0, 0, gpu_s_pico=10**12)
     assert cost_pico(price, prompt_tokens=7, cached_tokens=4, output_tokens=2) == 3 * 100 + 4 * 10 + 2 * 1000
     assert cost_pico(None, 7, 4, 2) == 0
+
+
+@given(
+    st.builds(Counts, *([st.integers(0, 10**15)] * 7)),
+    st.builds(Counts, *([st.integers(0, 10**15)] * 7)),
+    st.lists(st.integers(0, 10**15), min_size=7, max_size=7),
+)
+def test_a_sum_costs_what_its_parts_cost(one: Counts, other: Counts, rates: list[int]) -> None:
+    price = Price("p", None, None, "USD", *rates[:3], 0, 0, *rates[3:])
+    assert cost(price, one) + cost(price, other) == cost(price, one + other)
+    assert cost(price, one) == sum(sku.amount(price, sku.quantity(one)) for sku in SKUS)
 
 
 def test_the_nearest_price_that_held_at_the_start_is_taken() -> None:
@@ -64,102 +97,4 @@ def test_the_nearest_price_that_held_at_the_start_is_taken() -> None:
 async def test_a_price_of_the_past_can_not_be_made(database: Database) -> None:
     async with database.write() as connection:
         with pytest.raises(AssertionError, match="before now"):
-            await billing.add_price(connection, None, None, "USD", (1, 1, 1), 9, 10)
-
-
-async def _lines(database: Database, period: str, tenant_id: str | None = None) -> list[billing.Line]:
-    async with database.read() as connection:
-        return list(await billing.lines(connection, period, tenant_id))
-
-
-async def test_a_line_is_one_kind_of_token_of_one_deployment_on_one_day(database: Database) -> None:
-    async with database.write() as connection:
-        tenant = await tenants.create(connection, "acme", 1)
-        price = await billing.add_price(connection, None, None, "EUR", (1_500_000, 500_000, 6_000_000), 1, 1)
-        now = NOVEMBER_US + 2 * DAY_US
-        sent = [
-            message("a", tenant_id=tenant.id, prompt_tokens=10, cached_tokens=4, output_tokens=3),
-            message("b", tenant_id=tenant.id, prompt_tokens=1, output_tokens=1),
-            message("c", tenant_id=tenant.id, prompt_tokens=1, started_us=NOVEMBER_US + DAY_US),
-        ]
-        await usage.book(connection, sent, now)
-    lines = await _lines(database, "2026-11")
-    assert [(line.day, line.sku, line.quantity, line.amount) for line in lines] == [
-        ("2026-11-01", "prompt", 7, "0.000010"),  # 10.5 micro: half to even
-        ("2026-11-01", "cached", 4, "0.000002"),
-        ("2026-11-01", "output", 4, "0.000024"),
-        ("2026-11-02", "prompt", 1, "0.000002"),  # 1.5 micro
-    ]
-    assert {(line.tenant, line.currency, line.unit_price, line.price_id) for line in lines if line.sku == "prompt"} == {
-        ("acme", "EUR", "0.000001500000", price.id)
-    }
-
-
-async def test_what_has_no_price_stands_on_the_bill_with_nothing_to_pay(database: Database) -> None:
-    async with database.write() as connection:
-        await usage.book(connection, [message("a", output_tokens=5)], NOVEMBER_US)
-    (line,) = await _lines(database, "2026-11")
-    assert (line.quantity, line.amount, line.currency, line.price_id) == (5, "0.000000", "", "")
-
-
-async def test_a_later_price_does_not_touch_what_was_booked(database: Database) -> None:
-    async with database.write() as connection:
-        await usage.book(connection, [message("a", output_tokens=5)], NOVEMBER_US)
-        await billing.add_price(connection, None, None, "USD", (9, 9, 9), NOVEMBER_US + 1, NOVEMBER_US + 1)
-        await usage.book(connection, [message("a", seq=2, output_tokens=6)], NOVEMBER_US)
-    (line,) = await _lines(database, "2026-11")
-    assert (line.quantity, line.price_id) == (6, "")
-
-
-async def test_a_closed_period_stays_as_it_is_whatever_still_comes(database: Database) -> None:
-    closed = NOVEMBER_US + 32 * DAY_US
-    async with database.write() as connection:
-        tenant = await tenants.create(connection, "acme", 1)
-        await usage.book(connection, [message("a", tenant_id=tenant.id, output_tokens=5, final=False)], NOVEMBER_US)
-    before = await _lines(database, "2026-11")
-    async with database.write() as connection:
-        late = [
-            message("a", seq=2, tenant_id=tenant.id, output_tokens=9),  # of a row that was billed
-            message("b", tenant_id=tenant.id, output_tokens=7),  # first heard of after the closing
-        ]
-        await usage.book(connection, late, closed)
-        await tenants.delete(connection, tenant, closed)
-    assert usage.is_closed("2026-11", closed) and not usage.is_closed("2026-12", closed)
-    assert await _lines(database, "2026-11") == before
-    (line,) = await _lines(database, "2026-12")
-    assert (line.quantity, line.day) == (7, "2026-11-01")
-
-
-async def test_a_period_stays_open_for_a_day_after_its_month(database: Database) -> None:
-    async with database.write() as connection:
-        end = NOVEMBER_US + 30 * DAY_US
-        await usage.book(connection, [message("a", output_tokens=5)], end + DAY_US - 1)
-        await usage.book(connection, [message("b", output_tokens=5)], end + DAY_US)
-    assert [len(await _lines(database, period)) for period in ("2026-11", "2026-12")] == [1, 1]
-
-
-async def test_a_bill_of_one_tenant_has_nothing_of_another(database: Database) -> None:
-    async with database.write() as connection:
-        one, other = [await tenants.create(connection, name, 1) for name in ("one", "other")]
-        sent = [message(t.name, tenant_id=t.id, output_tokens=5) for t in (one, other)]
-        await usage.book(connection, sent, NOVEMBER_US)
-    assert {line.tenant for line in await _lines(database, "2026-11", one.id)} == {"one"}
-    assert {line.tenant for line in await _lines(database, "2026-11")} == {"one", "other"}
-
-
-async def test_the_model_on_the_bill_is_named_though_it_is_gone(database: Database) -> None:
-    from store import deployments
-    from store.artefact import Artefact
-    from store.deployments import Spec
-
-    async with database.write() as connection:
-        tenant = await tenants.create(connection, "acme", 1)
-        made = await models.create(connection, None, "llama", "/m", "/m", 1)
-        await models.accept(connection, made.id, Artefact("d" * 64, "L", "float32", 8, 8, 64, ()), 1)
-        model = await models.by_id(connection, made.id)
-        assert model is not None
-        chat = await deployments.create(connection, tenant.id, "chat", Spec(model="llama"), model, 1)
-        await usage.book(connection, [message("a", deployment_id=chat.id, output_tokens=1)], NOVEMBER_US)
-        await deployments.delete(connection, chat, 2)
-        await models.delete(connection, model, None, 3)
-    assert [line.model for line in await _lines(database, "2026-11")] == ["llama"]
+            await billing.add_price(connection, None, None, "USD", {"output_pico": 1}, 9, 10)

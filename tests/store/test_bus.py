@@ -119,6 +119,20 @@ async def test_a_lease_that_is_not_renewed_is_gone(nats_server: NatsServer) -> N
         assert await bus.keys(wire.LEASES) == []
 
 
+async def test_of_those_who_swap_one_wins_and_the_others_read_again(nats_server: NatsServer) -> None:
+    async with Bus.connect(nats_server.url, "a") as one, Bus.connect(nats_server.url, "b") as other:
+        assert await one.read(wire.QUOTAS, "t", wire.Account) == (None, 0)
+        first, second = wire.Account(month="2026-11"), wire.Account(month="2026-12")
+        revision = await one.swap(wire.QUOTAS, "t", first, 0)
+        assert revision and await other.swap(wire.QUOTAS, "t", second, 0) is None
+        assert await other.read(wire.QUOTAS, "t", wire.Account) == (first, revision)
+        later = await other.swap(wire.QUOTAS, "t", second, revision)
+        assert later and await one.swap(wire.QUOTAS, "t", first, revision) is None
+        await other.delete(wire.QUOTAS, "t")
+        gone, mark = await one.read(wire.QUOTAS, "t", wire.Account)
+        assert gone is None and await one.swap(wire.QUOTAS, "t", first, mark)
+
+
 async def test_usage_survives_a_killed_server_and_comes_again_until_it_is_acknowledged(
     nats_server: NatsServer,
 ) -> None:

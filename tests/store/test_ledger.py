@@ -14,10 +14,10 @@ from pathlib import Path
 
 import structlog
 
-from store import usage
+from store import tables, usage
 from store.bus import Bus
-from store.db import Database
-from store.ledger import consume
+from store.db import Database, now_us
+from store.ledger import consume, sweep
 from tests.conftest import NatsServer
 from tests.store.test_usage import message
 
@@ -42,7 +42,7 @@ class Ledger:
 async def _output_tokens(database: Database) -> int:
     async with database.read() as connection:
         totals = await usage.totals(connection, None, 0, 1 << 60, ())
-    return sum(total.output_tokens for total in totals)
+    return sum(total.counts.output_tokens for total in totals)
 
 
 async def _until(found: Callable[[], Awaitable[int]], wanted: int) -> None:
@@ -92,6 +92,31 @@ async def test_a_locked_database_is_waited_for_with_a_line_in_the_log(nats_serve
             consuming.cancel()
             await asyncio.gather(consuming, return_exceptions=True)
     assert "is locked by another process" in said[0]["error"] and said[0]["event"] == "ledger.retry"
+    await database.close()
+
+
+async def test_a_request_that_nobody_speaks_of_is_closed_by_the_ledger_through_a_lock(sqlite_url: str) -> None:
+    database = Database(sqlite_url, busy_timeout_s=0.05)
+    async with database.write() as connection:
+        await usage.book(connection, [message("r1", final=False, output_tokens=4)], now_us())
+        await connection.execute(tables.usage.update().values(started_us=now_us(), ended_us=1, period="2999-01"))
+
+    async def is_open() -> int:
+        async with database.read() as connection:
+            return await usage.unreconciled(connection, now_us())
+
+    other = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with structlog.testing.capture_logs() as said:
+        sweeping = asyncio.create_task(sweep(database, period_s=0.05))
+        await asyncio.sleep(0.5)
+        assert await is_open() == 1
+        other.close()
+        await _until(is_open, 0)
+        sweeping.cancel()
+        await asyncio.gather(sweeping, return_exceptions=True)
+    assert said[0]["event"] == "ledger.not_swept" and "is locked by another process" in said[0]["error"]
+    assert said[-1] == {"event": "ledger.lost", "log_level": "warning", "requests": 1, "silent_s": 900}
     await database.close()
 
 

@@ -1,0 +1,131 @@
+"""The bill as a file, and whether it is right: the routes that read a whole month.
+
+A file is written whole before the first byte of it is sent. So a slow reader holds no connection of the database, a
+failure has a status code, and the digest of a closed month is known before anybody relies on the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
+from typing import BinaryIO, cast
+
+import structlog
+from sqlalchemy.ext.asyncio import AsyncConnection
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from gateway.api import Call, month, one_of
+from gateway.errors import Problem
+from gateway.formats import FORMATS, Asked, Digest, write
+from store import bill, usage, verify
+from store.db import Database, now_us
+from store.verify import Flaw
+
+log = structlog.get_logger()
+
+AT_ONCE_MOST = 2  # each holds a connection of the database for as long as it reads
+IN_MEMORY_MOST = 1 << 20  # bytes; what is larger waits for its reader in a temporary file
+CHUNK_BYTES = 1 << 16
+
+
+class Exports:
+    """Who asks for one more than can be made at once is told to come again."""
+
+    def __init__(self, database: Database) -> None:
+        self._database, self._open = database, 0
+
+    # ── a file ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def serve(self, call: Call) -> Response:
+        asked = await _asked(call)
+        file = cast(BinaryIO, tempfile.SpooledTemporaryFile(IN_MEMORY_MOST))
+        try:
+            digest, closed = await self._written(asked, file)
+        except BaseException:
+            file.close()
+            raise
+        chosen = FORMATS[asked.format]
+        headers = {
+            "content-disposition": f'attachment; filename="staccato-{asked.period}.{chosen.suffix}"',
+            "content-length": str(digest.size),
+            "x-staccato-period": "closed" if closed else "open",
+            "x-staccato-sha256": digest.sha256,
+        }
+        return StreamingResponse(_chunks(file), headers=headers, media_type=chosen.media_type)
+
+    async def _written(self, asked: Asked, file: BinaryIO) -> tuple[Digest, bool]:
+        closed = usage.is_closed(asked.period, now_us())  # before it is read: what is read after that stays
+        async with self._snapshot() as connection:
+            digest = await write(connection, asked, file)
+        if closed:
+            await self._compare(asked, digest)
+        return digest, closed
+
+    async def _compare(self, asked: Asked, digest: Digest) -> None:
+        """Raises Problem: what was a closed month's bill once is its bill for ever."""
+        async with self._database.write() as connection:
+            first = await bill.first_sha256(connection, asked.recorded, digest.sha256, digest.size, now_us())
+        if first != digest.sha256:
+            log.error("export.changed", period=asked.period, format=asked.format, first=first, now=digest.sha256)
+            detail = (
+                f"the bill of {asked.period} is closed and is not what was exported first (sha256 {first}, now "
+                f"{digest.sha256}): `staccato usage verify --period {asked.period}` says what is wrong with it"
+            )
+            raise Problem(409, "bill_changed", detail)
+
+    # ── is it right ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def verify(self, call: Call) -> Response:
+        period = month("?period", call.query("period"))
+        async with self._snapshot() as connection:
+            report = await verify.verify(connection, period, now_us())
+            recorded = await bill.exported(connection, period)
+            for export, first in recorded.items():
+                report.add(await _changed(connection, export, first))
+        shown = asdict(report) | {"ok": not report.flawed, "exports": len(recorded)}
+        return JSONResponse(shown)
+
+    @contextlib.asynccontextmanager
+    async def _snapshot(self) -> AsyncIterator[AsyncConnection]:
+        """Raises Problem."""
+        if self._open == AT_ONCE_MOST:
+            detail = f"{AT_ONCE_MOST} months are being read already, the most at once: try again in some seconds"
+            raise Problem(503, "exports_busy", detail, headers={"retry-after": "5"})
+        self._open += 1
+        try:
+            async with self._database.snapshot() as connection:
+                yield connection
+        finally:
+            self._open -= 1
+
+
+async def _asked(call: Call) -> Asked:
+    """Raises Problem."""
+    period = month("?period", call.query("period"))
+    format = call.query("format") or "csv"
+    one_of("?format", format, FORMATS)
+    details = FORMATS[format].details
+    detail = call.query("detail") or details[0]
+    one_of("?detail", detail, details)
+    return Asked(period, await call.tenant_id(), format, detail)
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        file.seek(0)
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+async def _changed(connection: AsyncConnection, export: bill.Export, first: str) -> list[Flaw]:
+    """One that another version wrote can't be made again."""
+    asked = Asked(export.period, export.tenant_id or None, export.format, export.detail)
+    if export.format not in FORMATS or asked.recorded != export:
+        return []
+    with open("/dev/null", "wb") as nowhere:
+        digest = await write(connection, asked, nowhere)
+    where = f"{export.format} {export.detail} of {export.tenant_id or 'all tenants'}"
+    said = f"its sha256 is {digest.sha256}, the first export's was {first}"
+    return [Flaw("export", where, said)] if digest.sha256 != first else []

@@ -1,0 +1,167 @@
+"""Usage as OpenAI's administration API tells it, so that tools that read it there can read it here.
+
+A tenant's key with the scope control sees the tenant; the admin key sees all. A project is a tenant, a model is what
+clients name: a deployment. What this platform has not (users, batches, tiers) is null and filters to nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from starlette.responses import JSONResponse, Response
+
+from gateway.api import Call
+from gateway.errors import Fault, Problem
+from store import usage
+from store.db import now_us
+
+PATH = "/v1/organization/usage/completions"
+
+_S_US = 1_000_000
+
+
+@dataclass(frozen=True)
+class Width:
+    """Of a bucket: its seconds, how many are returned unless it was said, and at most."""
+
+    seconds: int
+    default: int
+    most: int
+
+
+WIDTHS = {"1m": Width(60, 60, 1440), "1h": Width(3600, 24, 168), "1d": Width(86_400, 7, 31)}
+COLUMNS = {"project_id": "tenant_id", "api_key_id": "key_id", "model": "deployment"}  # their name → ours
+UNKNOWN = ("user_id", "batch", "service_tier", "api_source")  # accepted, and always null
+FILTERS = {"project_ids": "tenant_id", "api_key_ids": "key_id", "models": "deployment"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Seconds of UNIX time; buckets lie on whole widths."""
+
+    start: int  # inclusive
+    end: int  # exclusive
+    width: Width
+    first: int  # number of the first bucket of this page, counted in widths
+    limit: int
+    group_by: tuple[str, ...]
+
+    @property
+    def last(self) -> int:
+        """The bucket that the page ends before."""
+        return min(self.first + self.limit, -(-self.end // self.width.seconds))
+
+
+async def completions(call: Call) -> Response:
+    tenant_id = await call.tenant_id(call.request.path_params.get("tenant"))
+    asked = _asked(call)
+    only = {column: values for name, column in FILTERS.items() if (values := _values(call, name))}
+    if tenant_id:
+        only["tenant_id"] = [tenant_id] if tenant_id in only.get("tenant_id", [tenant_id]) else []
+    columns = [COLUMNS[name] for name in asked.group_by]
+    width_us, from_us = asked.width.seconds * _S_US, max(asked.start, asked.first * asked.width.seconds) * _S_US
+    to_us = min(asked.end, asked.last * asked.width.seconds) * _S_US
+    async with call.database.read() as connection:
+        found = await usage.buckets(connection, only, from_us, to_us, width_us, columns)
+    nobody = bool(_values(call, "user_ids")) or call.query("batch") == "true"
+    more = asked.last * asked.width.seconds < asked.end
+    page = {
+        "object": "page",
+        "data": list(_buckets(asked, [] if nobody else found)),
+        "has_more": more,
+        "next_page": _cursor(asked.last) if more else None,
+    }
+    return JSONResponse(page)
+
+
+def _buckets(asked: Asked, found: Sequence[usage.Bucket]) -> Iterator[dict[str, object]]:
+    """Also those in which nothing was used."""
+    for index in range(asked.first, asked.last):
+        yield {
+            "object": "bucket",
+            "start_time": index * asked.width.seconds,
+            "end_time": (index + 1) * asked.width.seconds,
+            "results": [_result(asked, bucket) for bucket in found if bucket.index == index],
+        }
+
+
+def _result(asked: Asked, bucket: usage.Bucket) -> dict[str, object]:
+    counts = bucket.counts
+    return {
+        "object": "organization.usage.completions.result",
+        "input_tokens": counts.prompt_tokens,
+        "input_cached_tokens": counts.cached_tokens,
+        "output_tokens": counts.output_tokens,
+        "input_audio_tokens": 0,
+        "output_audio_tokens": 0,
+        "num_model_requests": bucket.requests,
+        **dict.fromkeys((*COLUMNS, *UNKNOWN)),
+        **dict(zip(asked.group_by, bucket.group, strict=True)),
+    }
+
+
+# ── what is asked ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _asked(call: Call) -> Asked:
+    """Raises Problem."""
+    name = call.query("bucket_width") or "1d"
+    if name not in WIDTHS:
+        raise _wrong("bucket_width", f"{name!r} is none of {', '.join(WIDTHS)}")
+    width = WIDTHS[name]
+    start, end = _number(call, "start_time", None), _number(call, "end_time", now_us() // _S_US)
+    if end <= start:
+        raise _wrong("end_time", f"{end} is not after start_time, {start}")
+    limit = _number(call, "limit", width.default)
+    if not 1 <= limit <= width.most:
+        raise _wrong("limit", f"{limit} is not from 1 to {width.most}, for buckets of {name}")
+    first = max(start // width.seconds, _bucket(call))
+    return Asked(start, end, width, first, limit, _group_by(call))
+
+
+def _group_by(call: Call) -> tuple[str, ...]:
+    """Those that tell something."""
+    names = _values(call, "group_by")
+    for name in names:
+        if name not in COLUMNS and name not in UNKNOWN:
+            raise _wrong("group_by", f"{name!r} is none of {', '.join((*COLUMNS, *UNKNOWN))}")
+    return tuple(name for name in COLUMNS if name in names)
+
+
+def _values(call: Call, name: str) -> list[str]:
+    """Said as `name=a&name=b`, `name[]=a&name[]=b` or `name=a,b`."""
+    params = call.request.query_params
+    said = [*params.getlist(name), *params.getlist(f"{name}[]")]
+    return [value for one in said for value in one.split(",") if value]
+
+
+def _number(call: Call, name: str, default: int | None) -> int:
+    said = call.query(name)
+    if said is None and default is not None:
+        return default
+    if said is None or not re.fullmatch(r"\d{1,12}", said):
+        raise _wrong(name, f"{said or ''!r} is not a whole number" + (" of UNIX seconds" if "time" in name else ""))
+    return int(said)
+
+
+def _bucket(call: Call) -> int:
+    """That the page begins with; 0 on the first."""
+    said = call.query("page")
+    if said is None:
+        return 0
+    try:
+        return int(base64.b64decode(said.encode(), b"-_", validate=True).decode("ascii"))
+    except (binascii.Error, ValueError) as error:
+        raise _wrong("page", "it is not one that an earlier answer gave as next_page") from error
+
+
+def _cursor(bucket: int) -> str:
+    return base64.urlsafe_b64encode(str(bucket).encode()).decode()
+
+
+def _wrong(param: str, message: str) -> Problem:
+    return Problem(400, "invalid_value", f"{param}: {message}", [Fault(param, message)])

@@ -1,0 +1,15 @@
+"""A tenant's limits. What they mean stands in store/tenants.py."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0003"
+down_revision = "0002"
+
+
+def upgrade() -> None:
+    op.add_column("tenants", sa.Column("limits", sa.Text))
+
+
+def downgrade() -> None:
+    op.drop_column("tenants", "limits")

@@ -1,0 +1,445 @@
+"""How the blocks of a request that moves come to lie in the target's host cache.
+
+Runtimes of one host share it: what the source's device wrote there is where the target's device reads. Between hosts
+blocks are sent, from the memory of one cache into the memory of the other:
+
+    source's node                             target's node
+      key ─────────────────────────────────▶  was this move offered? if not, nothing more is read or said
+      first, count ────────────────────────▶  is there room?
+                ◀─────────────────── Room ──  the numbers that they will have there
+      parcels: number, CRC-32, bytes ──────▶
+                ◀────────────────── Again ──  parcels that came damaged; none: all are there
+
+A connection serves one move. Whatever goes wrong ends it, the request stays with the source, and the target frees what
+it received when it forgets the offer. Who does not know a key, 16 random bytes that the source made for this move and
+told the target over the bus, can make a node read 24 bytes, for 2 s, on few connections at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from runtime.memory.hostblocks import HostBlocks, HostBlocksError
+from store.wire import KvForm
+
+log = structlog.get_logger()
+
+KEY_BYTES = 16
+PARCEL_BYTES = 4 << 20  # about; what is summed, and sent again, at a time
+PIECE_BYTES = 1 << 20  # sent or received at a time: then the rest of the node has its turn
+TRIES = 3  # for a parcel to come as it was sent
+CONNECT_S = 2.0
+HELLO_S = 2.0
+ROOM_S = 15.0  # to get memory on the host, in the worst case
+PARCEL_S = 5.0  # for each, and for what the target says of them in the end
+STRANGERS_MOST = 32  # connections that have not said their key; more are closed at once
+BACKLOG = 64
+ACCEPT_PAUSE_S = 0.1  # when the machine refuses a connection, for want of descriptors
+
+_HELLO = struct.Struct(f"<8s{KEY_BYTES}s")
+_MAGIC = b"stackv 1"
+_BATCH = struct.Struct("<II")  # index of the first block, how many
+_PARCEL = struct.Struct("<II")  # number in its batch, CRC-32
+_LENGTH = struct.Struct("<I")
+
+
+class Room(msgspec.Struct, frozen=True, tag=True):
+    host: list[int]
+
+
+class Again(msgspec.Struct, frozen=True, tag=True):
+    parcels: list[int]
+
+
+class No(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+Answer = Room | Again | No
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Answer)
+
+
+class NotCarried(Exception):
+    """The blocks are not there; says why."""
+
+
+class Path(Protocol):
+    """From a source to one target, for one move."""
+
+    key: bytes  # what the target must know of it beforehand; empty where that is nothing
+
+    async def carry(self, first: int, blocks: list[int]) -> list[int]:
+        """Bring these of the request's blocks, from index `first` on, each index once and in order, to where the target
+        reads; the numbers that they have there. They must not change meanwhile. Raises NotCarried: then it is over."""
+
+    def close(self) -> None:
+        """At any time."""
+
+
+class Shared:
+    """Within a host: they are there."""
+
+    key = b""
+
+    async def carry(self, first: int, blocks: list[int]) -> list[int]:
+        return blocks
+
+    def close(self) -> None:
+        pass
+
+
+class Tcp:
+    """To the node at `address`, connected when there is something to carry."""
+
+    def __init__(self, blocks: HostBlocks, address: str, block_bytes: int) -> None:
+        self.key = secrets.token_bytes(KEY_BYTES)
+        self._blocks, self._address, self._block_bytes = blocks, address, block_bytes
+        self._connection: socket.socket | None = None
+
+    async def carry(self, first: int, blocks: list[int]) -> list[int]:
+        if not blocks:
+            return []
+        try:
+            return await self._carry(first, blocks)
+        except TimeoutError as error:
+            raise NotCarried(f"{self._address} takes too long to receive {len(blocks)} blocks") from error
+        except (OSError, EOFError, msgspec.DecodeError, HostBlocksError) as error:
+            raise NotCarried(f"{len(blocks)} blocks can't be sent to {self._address}: {error}") from error
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    async def _carry(self, first: int, blocks: list[int]) -> list[int]:
+        if self._connection is None:
+            self._connection = await self._connected()
+        async with asyncio.timeout(ROOM_S):
+            await _put(self._connection, _BATCH.pack(first, len(blocks)))
+            room = await self._answer(len(blocks))
+        if not isinstance(room, Room) or len(room.host) != len(blocks):
+            raise NotCarried(f"{self._address} says nothing of where {len(blocks)} blocks may be")
+        parcels = _parcels(blocks, self._block_bytes)
+        wanted = list(range(len(parcels)))
+        for _ in range(TRIES):
+            await self._send({number: parcels[number] for number in wanted})
+            wanted = await self._damaged(len(parcels))
+            if not wanted:
+                return room.host
+        raise NotCarried(f"{self._address} wants {len(wanted)} parcels more than {TRIES} times")
+
+    async def _connected(self) -> socket.socket:
+        loop = asyncio.get_running_loop()
+        host, port = split(self._address)
+        async with asyncio.timeout(CONNECT_S):
+            (family, *_, at), *_ = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                connection.setblocking(False)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await loop.sock_connect(connection, at)
+                await _put(connection, _HELLO.pack(_MAGIC, self.key))
+            except BaseException:
+                connection.close()
+                raise
+        return connection
+
+    async def _send(self, parcels: dict[int, list[int]]) -> None:
+        """Each is summed while the one before it is on its way."""
+        assert self._connection is not None
+        views = [await self._blocks.views(blocks, self._block_bytes) for blocks in parcels.values()]
+        summing = asyncio.ensure_future(self._blocks.checksum(views[0]))
+        try:
+            for number, parcel, following in zip(parcels, views, [*views[1:], None], strict=True):
+                sum = await summing
+                if following is not None:
+                    summing = asyncio.ensure_future(self._blocks.checksum(following))
+                async with asyncio.timeout(PARCEL_S):
+                    await _put(self._connection, _PARCEL.pack(number, sum), *parcel)
+        finally:
+            summing.cancel()
+
+    async def _damaged(self, parcels: int) -> list[int]:
+        async with asyncio.timeout(PARCEL_S):
+            again = await self._answer(parcels)
+        if not isinstance(again, Again) or not set(again.parcels) <= set(range(parcels)):
+            raise NotCarried(f"{self._address} wants parcels that there are not")
+        return sorted(set(again.parcels))
+
+    async def _answer(self, numbers: int) -> Answer:
+        """Which has so many numbers at most. Raises NotCarried if it is No."""
+        assert self._connection is not None
+        (length,) = _LENGTH.unpack(await _exactly(self._connection, _LENGTH.size))
+        if length > 1024 + 9 * numbers:
+            raise NotCarried(f"{self._address} answers with {length} bytes")
+        answer: Answer = _decoder.decode(await _exactly(self._connection, length))
+        if isinstance(answer, No):
+            raise NotCarried(answer.reason)
+        return answer
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """What is received of one move."""
+
+    key: bytes
+    form: KvForm
+    blocks_most: int
+    heard_at: float  # monotonic
+    host: list[int] = field(default_factory=list)  # where its blocks are, by index
+    connection: socket.socket | None = None
+    over: bool = False  # nothing more is received
+
+    def has(self, first: int, host: Sequence[int]) -> bool:
+        """Whether the blocks from index `first` on were received, and are there."""
+        return self.host[first : first + len(host)] == list(host)
+
+
+class Door:
+    """Where a node receives blocks from other hosts, those of the moves it was told to expect."""
+
+    def __init__(self, blocks: HostBlocks) -> None:
+        self._blocks = blocks
+        self._expected: dict[bytes, Arrival] = {}
+        self._strangers = 0
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+        self.address = ""  # host:port, while it is open
+
+    def open(self, bind: str, port: int = 0, advertise: str = "") -> None:
+        """Raises ValueError with one sentence."""
+        try:
+            (family, *_, at), *_ = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)
+            listener = socket.create_server(at[:2], family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise ValueError(
+                f"STACCATO_TRANSPORT_BIND={bind}, port {port}: {error.strerror}: name an address of this host and a "
+                "port that is free, or STACCATO_TRANSPORT_PORT=0 for any"
+            ) from error
+        listener.setblocking(False)
+        self._listener = listener
+        host = advertise or bind
+        self.address = f"[{host}]:{listener.getsockname()[1]}" if ":" in host else f"{host}:{listener.getsockname()[1]}"
+        self._accepting = asyncio.create_task(self._accept(listener))
+
+    async def close(self) -> None:
+        """Nothing is received any more; what was stays until it is freed."""
+        self.address = ""
+        if self._listener is not None:
+            self._listener.shutdown(socket.SHUT_RDWR)  # its task closes it
+            self._listener = None
+        for arrival in list(self._expected.values()):
+            self.end(arrival)
+        if self._accepting is not None:
+            await self._accepting
+        await asyncio.gather(*self._serving)
+
+    def expect(self, key: bytes, form: KvForm, tokens_most: int) -> Arrival:
+        """Raises NotCarried for what can't be an offer."""
+        if not self.address:
+            raise NotCarried("it receives nothing from other hosts")
+        if len(key) != KEY_BYTES or key in self._expected or form.tokens < 1 or form.bytes < 1:
+            raise NotCarried(f"a move needs a key of its own of {KEY_BYTES} bytes, and blocks of {form} are none")
+        arrival = Arrival(key, form, -(-tokens_most // form.tokens), time.monotonic())
+        self._expected[key] = arrival
+        return arrival
+
+    def end(self, arrival: Arrival) -> None:
+        """Nothing more is received for it."""
+        self._expected.pop(arrival.key, None)
+        arrival.over = True
+        if arrival.connection is not None:
+            with contextlib.suppress(OSError):  # the other side may have been faster
+                arrival.connection.shutdown(socket.SHUT_RDWR)
+
+    async def free(self, arrival: Arrival) -> None:
+        """It is over, and nobody reads what was received; again does no harm."""
+        self.end(arrival)
+        blocks, arrival.host = arrival.host, []
+        await self._blocks.free(blocks, arrival.form.bytes)
+
+    # ── connections ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while self.address:
+                try:
+                    connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+                except OSError as error:
+                    if not self.address:
+                        return
+                    log.warning("transport.not_accepted", error=str(error))
+                    await asyncio.sleep(ACCEPT_PAUSE_S)
+                    continue
+                if self._strangers >= STRANGERS_MOST:
+                    connection.close()
+                    continue
+                self._strangers += 1
+                task = asyncio.create_task(self._serve(connection))
+                self._serving.add(task)
+                task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            arrival = await self._greet(connection)
+            if arrival is None:
+                return
+            arrival.connection = connection
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                while await self._batch(arrival, connection):
+                    pass
+            except (OSError, EOFError, HostBlocksError) as error:
+                log.info("transport.broken_off", blocks=len(arrival.host), error=str(error) or type(error).__name__)
+            finally:
+                arrival.connection = None
+
+    async def _greet(self, connection: socket.socket) -> Arrival | None:
+        """The move that this connection is for, if it is for one."""
+        try:
+            async with asyncio.timeout(HELLO_S):
+                magic, key = _HELLO.unpack(await _exactly(connection, _HELLO.size))
+        except (OSError, EOFError):
+            return None
+        finally:
+            self._strangers -= 1
+        arrival = self._expected.get(key)
+        return arrival if magic == _MAGIC and arrival is not None and arrival.connection is None else None
+
+    async def _batch(self, arrival: Arrival, connection: socket.socket) -> bool:
+        """Receive the next; False when there is none, or it is refused."""
+        header = await _exactly(connection, _BATCH.size, or_none=True)
+        if not header:
+            return False
+        first, count = _BATCH.unpack(header)
+        if first != len(arrival.host) or not 0 < count <= arrival.blocks_most - first:
+            had, most = len(arrival.host), arrival.blocks_most
+            await _say(connection, No(f"{count} blocks from {first} on: it has {had}, and {most} are the most"))
+            return False
+        try:
+            host = await self._blocks.take(count, arrival.form.bytes)
+        except HostBlocksError as error:
+            await _say(connection, No(str(error)))
+            return False
+        damaged, kept = 0, False
+        try:
+            damaged = await self._receive(arrival, connection, host)
+            kept = not damaged and not arrival.over
+        finally:
+            if not kept:
+                await self._blocks.free(host, arrival.form.bytes)
+        if kept:
+            arrival.host += host
+            await _say(connection, Again([]))
+        elif damaged:
+            await _say(connection, No(f"{damaged} parcels came damaged {TRIES} times"))
+        return kept
+
+    async def _receive(self, arrival: Arrival, connection: socket.socket, host: list[int]) -> int:
+        """A batch into these blocks; how many of its parcels came damaged however often they were sent."""
+        await _say(connection, Room(host))
+        parcels = _parcels(host, arrival.form.bytes)
+        wanted = list(range(len(parcels)))
+        for tries in range(1, TRIES + 1):
+            wanted = await self._receive_parcels(arrival, connection, {number: parcels[number] for number in wanted})
+            if not wanted:
+                return 0
+            log.warning("transport.damaged", parcels=len(wanted), of=len(parcels), tries=tries)
+            if tries < TRIES:
+                await _say(connection, Again(wanted))
+        return len(wanted)
+
+    async def _receive_parcels(
+        self, arrival: Arrival, connection: socket.socket, parcels: dict[int, list[int]]
+    ) -> list[int]:
+        """Those that came damaged. Each is summed while the next is on its way."""
+        summing: dict[int, tuple[int, asyncio.Future[int]]] = {}
+        try:
+            for number, blocks in parcels.items():
+                views = await self._blocks.views(blocks, arrival.form.bytes)
+                async with asyncio.timeout(PARCEL_S):
+                    came, sum = _PARCEL.unpack(await _exactly(connection, _PARCEL.size))
+                    if came != number:
+                        raise EOFError(f"parcel {came} came instead of {number}")
+                    for view in views:
+                        await _fill(connection, view)
+                arrival.heard_at = time.monotonic()
+                summing[number] = sum, asyncio.ensure_future(self._blocks.checksum(views))
+        finally:
+            await asyncio.gather(*(sum for _, sum in summing.values()))  # they read what will be freed
+        return [number for number, (sum, found) in summing.items() if found.result() != sum]
+
+
+# ── bytes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _parcels(blocks: list[int], block_bytes: int) -> list[list[int]]:
+    """Both sides part a batch like this."""
+    most = max(1, PARCEL_BYTES // block_bytes)
+    return [blocks[first : first + most] for first in range(0, len(blocks), most)]
+
+
+async def _put(connection: socket.socket, *views: bytes | memoryview) -> None:
+    loop = asyncio.get_running_loop()
+    for view in views:
+        for first in range(0, len(view), PIECE_BYTES):
+            await loop.sock_sendall(connection, view[first : first + PIECE_BYTES])
+            await asyncio.sleep(0)  # what the kernel takes at once is sent without a pause
+
+
+async def _say(connection: socket.socket, answer: Answer) -> None:
+    data = _encoder.encode(answer)
+    async with asyncio.timeout(PARCEL_S):
+        await _put(connection, _LENGTH.pack(len(data)) + data)
+
+
+async def _fill(connection: socket.socket, view: memoryview) -> None:
+    """Raises EOFError."""
+    loop = asyncio.get_running_loop()
+    while view:
+        got = await loop.sock_recv_into(connection, view[:PIECE_BYTES])
+        if not got:
+            raise EOFError(f"the other side closed the connection, {len(view)} bytes before it was due")
+        view = view[got:]
+        await asyncio.sleep(0)
+
+
+async def _exactly(connection: socket.socket, size: int, or_none: bool = False) -> bytes:
+    """So many bytes; if wanted, none where the connection was closed before the first."""
+    data = bytearray(size)
+    view = memoryview(data)
+    if or_none:
+        got = await asyncio.get_running_loop().sock_recv_into(connection, view)
+        if not got:
+            return b""
+        view = view[got:]
+    await _fill(connection, view)
+    return bytes(data)
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of host:port."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(address: str) -> bool:
+    host, _ = split(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

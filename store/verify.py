@@ -1,0 +1,192 @@
+"""Is the bill of a month right? Everything is computed again from rows and prices, by other arithmetic than made it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import chain
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store import bill
+from store.bill import CORRECTION, Correction, Line
+from store.billing import Price, all_prices, decimal, minor_places, price_of
+from store.db import AnyRow, pages
+from store.tables import usage
+from store.usage import MODEL, first_open, is_closed, named, period_of
+
+FLAWS_SHOWN = 100
+CLOCKS_US = 1_000_000  # a request is timed by its gateway, its device's time by the runtime: their clocks differ
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """`check` is what was not as it must be, `where` the row or line, `said` one sentence with the numbers."""
+
+    check: str
+    where: str
+    said: str
+
+
+@dataclass
+class Report:
+    """Only the first flaws are kept; `flawed` counts all, by check."""
+
+    period: str
+    closed: bool
+    rows: int = 0
+    lines: int = 0
+    amounts: dict[str, str] = field(default_factory=dict)  # currency → what is to be paid
+    flawed: dict[str, int] = field(default_factory=dict)
+    flaws: list[Flaw] = field(default_factory=list)
+
+    def add(self, flaws: Iterable[Flaw]) -> None:
+        for flaw in flaws:
+            self.flawed[flaw.check] = self.flawed.get(flaw.check, 0) + 1
+            if len(self.flaws) < FLAWS_SHOWN:
+                self.flaws.append(flaw)
+
+
+_Key = tuple[str, str, str, str, str, str, str]  # month, tenant's id, deployment's, its name, model, price's id, sku
+
+
+async def verify(connection: AsyncConnection, period: str, now_us: int) -> Report:
+    """`connection` is a snapshot."""
+    report = Report(period, is_closed(period, now_us))
+    known = await all_prices(connection)
+    used: Counter[_Key] = Counter()
+    before: AnyRow | None = None
+    columns = (*usage.c, MODEL.label("model"))
+    order = (bill.by_bytes(connection, usage.c.request), usage.c.attempt)
+    query = select(*columns).select_from(named()).where(usage.c.period == period).order_by(*order)
+    async for page in pages(connection, query):
+        for row in page:
+            report.rows += 1
+            report.add(_flaws(row, before, known, report.closed))
+            used.update(_quantities(row))
+            before = row
+    lines = await bill.lines(connection, period, None)
+    report.lines, report.amounts = len(lines), _amounts(lines)
+    report.add(_line_flaws(lines, used, known))
+    report.add(_correction_flaws(lines, await bill.corrections_of(connection, period)))
+    return report
+
+
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _flaws(row: AnyRow, before: AnyRow | None, known: Mapping[str, Price], closed: bool) -> Iterator[Flaw]:
+    where = f"request {row.request} attempt {row.attempt}"
+    checks = chain(_counter_checks(row), _price_checks(row, known), _booking_checks(row, before, closed))
+    return (Flaw(check, where, said) for check, wrong, said in checks if wrong)
+
+
+_Checks = Iterator[tuple[str, bool, str]]
+
+
+def _counter_checks(row: AnyRow) -> _Checks:
+    for name in ("prompt_tokens", "cached_tokens", "output_tokens", "gpu_us", "switch_us", "cache_byte_s", "kv_byte_s"):
+        count = getattr(row, name)
+        yield "counters", count < 0, f"{name} is {count}, less than nothing"
+    cached, prompt = row.cached_tokens, row.prompt_tokens
+    yield "counters", cached > prompt, f"{cached} cached tokens of a prompt of {prompt}"
+    yield "counters", row.attempt > 1 and prompt > 0, f"a prompt of {prompt} tokens is charged by a later attempt again"
+    wall_us = row.ended_us - row.started_us
+    yield "times", wall_us < 0, f"it ended {-wall_us} us before it started"
+    for name in ("gpu_us", "switch_us"):
+        charged = getattr(row, name)
+        yield "times", charged > wall_us + CLOCKS_US, f"{name} is {charged} in a request of {wall_us} us"
+
+
+def _price_checks(row: AnyRow, known: Mapping[str, Price]) -> _Checks:
+    right = price_of(known.values(), row.tenant_id, row.model_id, row.started_us)
+    right_id = right.id if right else None
+    yield "price", row.price_id != right_id, f"it has the price {row.price_id}, at its start {right_id} held"
+
+
+def _booking_checks(row: AnyRow, before: AnyRow | None, closed: bool) -> _Checks:
+    began = period_of(row.started_us)
+    yield "period", row.period < began, f"it stands on the bill of {row.period} and started in {began}"
+    yield "open", closed and not row.final, f"its last word never came, the period is closed; {row.finish}"
+    if before is not None and before.request == row.request:
+        yield "unique", before.attempt == row.attempt, "it is booked twice"
+        other = before.tenant_id
+        yield "unique", other != row.tenant_id, f"it is of tenant {row.tenant_id}, its attempt before was of {other}"
+
+
+# ── lines ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _quantities(row: AnyRow) -> dict[_Key, int]:
+    counted = {
+        "prompt": row.prompt_tokens - row.cached_tokens,
+        "cached": row.cached_tokens,
+        "output": row.output_tokens,
+        "gpu": row.gpu_us,
+        "switch": row.switch_us,
+        "cache": row.cache_byte_s,
+        "kv": row.kv_byte_s,
+    }
+    month, price_id = period_of(row.started_us), row.price_id or ""
+    place = (month, row.tenant_id, row.deployment_id, row.deployment, row.model, price_id)
+    return {(*place, sku): count for sku, count in counted.items() if count}
+
+
+# What is counted of each kind is so many parts of what its price is for.
+_PARTS = {"gpu": 10**6, "switch": 10**6, "cache": 10**9, "kv": 10**9}
+_RATES = {"gpu": "gpu_s_pico", "switch": "switch_s_pico", "cache": "cache_gb_s_pico", "kv": "kv_gb_s_pico"}
+
+
+def _line_flaws(lines: list[Line], used: Mapping[_Key, int], known: Mapping[str, Price]) -> Iterator[Flaw]:
+    billed = {_key(line): line for line in lines if line.sku != CORRECTION}
+    for key in sorted(used.keys() | billed.keys()):
+        *_, price_id, sku = key
+        quantity = Fraction(used.get(key, 0), _PARTS.get(sku, 1))
+        price = known.get(price_id)
+        rate = getattr(price, _RATES.get(sku, f"{sku}_pico")) if price else 0
+        exact = quantity * Fraction(rate, 10**12)
+        unit = 10 ** minor_places(price.currency if price else "")
+        yield from _differences(key, billed.get(key), quantity, exact, Fraction(round(exact * unit), unit))
+
+
+def _key(line: Line) -> _Key:
+    place = (line.month, line.tenant_id, line.deployment_id, line.deployment, line.model)
+    return (*place, line.price_id, line.sku)
+
+
+def _differences(key: _Key, line: Line | None, quantity: Fraction, exact: Fraction, amount: Fraction) -> Iterator[Flaw]:
+    if line is None:
+        yield Flaw("lines", " ".join(key), f"no line of the bill has the {float(quantity)} of its rows")
+        return
+    expected = {"quantity": quantity, "unrounded": exact, "amount": amount}
+    for name, value in expected.items():
+        shown = getattr(line, name)
+        if Fraction(shown) != value:
+            yield Flaw("lines", " ".join(key), f"{name} is {shown} on the bill, {float(value)} by its rows")
+
+
+def _amounts(lines: list[Line]) -> dict[str, str]:
+    sums: dict[str, Fraction] = {}
+    for line in lines:
+        sums[line.currency] = sums.get(line.currency, Fraction(0)) + Fraction(line.amount)
+    return {currency: _text(value, minor_places(currency)) for currency, value in sorted(sums.items())}
+
+
+def _text(value: Fraction, places: int) -> str:
+    return decimal(round(value * 10**places), places)
+
+
+def _correction_flaws(lines: list[Line], made: list[Correction]) -> Iterator[Flaw]:
+    for correction in made:
+        where, open_then = f"correction {correction.id}", first_open(correction.created_us)
+        if correction.period != open_then:
+            said = f"it stands on the bill of {correction.period}, open was {open_then} when it was made"
+            yield Flaw("corrections", where, said)
+    billed = sum(Fraction(line.amount) for line in lines if line.sku == CORRECTION)
+    booked = sum(Fraction(one.amount_minor, 10 ** minor_places(one.currency)) for one in made)
+    if billed != booked:
+        said = f"they are {float(billed)} on the bill, {float(booked)} was booked"
+        yield Flaw("corrections", "all of them", said)

@@ -1,0 +1,180 @@
+"""A platform with several runtimes, streams over all of its models, and what hurts them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from deploy.demo.random_weights import write_random
+from store import wire
+from store.bus import Bus, NoAnswer
+from tests.conftest import free_port
+from tests.e2e.conftest import Platform
+
+ARCHITECTURES = ("llama", "qwen3", "opt")
+RUNTIMES = 3
+TOKENS = 240
+EACH = 4  # streams of every model
+SILENCE_MOST_S = 90.0  # all runtimes may be on their way back at once, on two cores
+
+
+@dataclass
+class Fleet:
+    """A platform with several runtimes and models slow enough to be hurt in mid-stream."""
+
+    platform: Platform
+    models: list[str] = field(default_factory=list)
+    tokens: int = 0  # delivered, of all streams
+    calm: dict[int, dict[tuple[str, int], list[int]]] = field(default_factory=dict)  # what streams say undisturbed
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls, folder: Path, models: int, *arguments: str, runtimes: int = RUNTIMES) -> Iterator[Fleet]:
+        settings = {"STACCATO_DRAIN_S": "1", "STACCATO_HANG_S": "4"}
+        fleet = cls(Platform(folder / "data", free_port(), settings))
+        try:
+            fleet.platform.start("--runtimes", str(runtimes), *arguments)
+            fleet.platform.tenant("acme")
+            for number in range(models):
+                fleet.deploy(folder, number)
+            yield fleet
+        finally:
+            code = fleet.platform.stop()
+        assert code == 0
+
+    def deploy(self, folder: Path, number: int) -> None:
+        architecture = ARCHITECTURES[number % len(ARCHITECTURES)]
+        name = f"{architecture}-{number}"
+        self.platform.model(name, write_random(folder / name, architecture, seed=number, hidden=256, layers=4))
+        assert self.platform.deploy("acme", name)["status"]["phase"] in ("awake", "asleep")
+        self.models.append(name)
+
+    async def ready(self, runtimes: int = RUNTIMES) -> None:
+        """So many have every model, and none of them failed."""
+
+        deadline = time.monotonic() + 120
+        while sum(len(gpu["models"]) == len(self.models) for gpu in await self.gpus()) < runtimes:
+            assert time.monotonic() < deadline, "the runtimes did not come back"
+            await asyncio.sleep(0.3)
+
+    async def drain(self, runtime: str, on: bool) -> None:
+        """An operator's word; returns when the gateway sees it."""
+        await asyncio.to_thread(self.platform.post, f"/api/v1/gpus/{runtime}:drain", {"on": on})
+        async with asyncio.timeout(10):
+            while any(gpu["id"] == runtime and gpu["draining"] != on for gpu in await self.gpus()):
+                await asyncio.sleep(0.1)
+
+    async def gpus(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = (await asyncio.to_thread(self.platform.get, "/api/v1/gpus")).json()["data"]
+        return found
+
+    async def scheduler(self) -> str | None:
+        """The one that leads."""
+        said: str | None = (await asyncio.to_thread(self.platform.get, "/api/v1/fleet")).json()["scheduler"]
+        return said
+
+    async def moved(self) -> dict[str, int]:
+        """Running requests that went from each runtime to another since it was started."""
+        return {gpu["id"]: gpu["moved"] for gpu in await self.gpus()}
+
+    @contextlib.asynccontextmanager
+    async def moving(self, chance: random.Random) -> AsyncIterator[Counter[str]]:
+        """Requests of chance are told to move, all the time; counts those that did, by the runtime that they left."""
+        moves: Counter[str] = Counter()
+        task = asyncio.create_task(self._keep_moving(chance, moves))
+        yield moves
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _keep_moving(self, chance: random.Random, moves: Counter[str]) -> None:
+        last = await self.moved()
+        url = f"nats://127.0.0.1:{(self.platform.data / 'nats.port').read_text().strip()}"
+        async with Bus.connect(url, "test") as bus:
+            while True:
+                source, target = chance.sample([f"r{number}" for number in range(1, RUNTIMES + 1)], 2)
+                order = wire.Migrate(target=target, count=chance.randint(1, 3), term=1 << 62)  # before any scheduler's
+                with contextlib.suppress(NoAnswer):  # it was killed
+                    reply = wire.decode(wire.Reply, await bus.request(wire.migrate_subject(source), order, 1.0))
+                    assert reply.refusal is None, reply.reason
+                await asyncio.sleep(0.1)
+                now = await self.moved()
+                moves.update({id: count - last.get(id, 0) for id, count in now.items() if count > last.get(id, 0)})
+                last = now
+
+    async def stream(self, model: str, number: int, **sampling: object) -> list[int]:
+        """All tokens of one stream, to its end; fails on an error or a silence."""
+        body = {"model": model, "prompt": [5 + number, 6, 7], "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+        body |= {"temperature": 0, "return_token_ids": True} | sampling
+        headers = {"authorization": f"Bearer {self.platform.keys['acme']}"}
+        said: list[int] = []
+        async with (
+            httpx.AsyncClient(timeout=SILENCE_MOST_S) as client,
+            client.stream("POST", f"{self.platform.url}/v1/completions", json=body, headers=headers) as response,
+        ):
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    return said
+                if line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, f"{model} {number} after {len(said)} tokens: {event}"
+                    made = event["choices"][0]["token_ids"] or ()
+                    said += made
+                    self.tokens += len(made)
+        raise AssertionError(f"the stream ended without [DONE] after {len(said)} tokens")
+
+    async def streams(self, each: int) -> dict[tuple[str, int], list[int]]:
+        """`each` of every model at once, every third one sampled with a seed."""
+        asked = [(model, number) for number in range(each) for model in self.models]
+        jobs = [
+            self.stream(model, number, **({"temperature": 0.8, "seed": number} if number % 3 == 2 else {}))
+            for model, number in asked
+        ]
+        async with asyncio.TaskGroup() as group:  # one that fails ends the others
+            tasks = [group.create_task(job) for job in jobs]
+        return dict(zip(asked, (task.result() for task in tasks), strict=True))
+
+    async def undisturbed(self, each: int) -> dict[tuple[str, int], list[int]]:
+        """What such streams say when nothing happens; asked once, and again never."""
+        await self.ready()
+        if each not in self.calm:
+            self.calm[each] = await self.streams(each)
+        return self.calm[each]
+
+    async def past(self, tokens: int, streams: asyncio.Task[object]) -> bool:
+        """Returns when so many were delivered; false when the streams ended before."""
+        while self.tokens < tokens and not streams.done():
+            await asyncio.sleep(0.005)
+        return not streams.done()
+
+    async def booked(self, tokens: int) -> None:
+        """Returns when the bill has so many output tokens, and not more."""
+        deadline = time.monotonic() + 30
+        while (found := await asyncio.to_thread(self.platform.usage, "acme"))["output_tokens"] != tokens:
+            assert time.monotonic() < deadline, f"{found} were booked, and {tokens} tokens delivered"
+            await asyncio.sleep(0.3)
+
+    async def hurt(self, each: int, times: int, chance: random.Random, signal_number: int) -> tuple[object, int]:
+        """Run the streams while a runtime of chance gets the signal, so often, at tokens of chance; what was said, and
+        how often it was really sent."""
+        before, sent = self.tokens, 0
+        streams = asyncio.create_task(self.streams(each))
+        total = TOKENS * each * len(self.models)
+        for at in sorted(chance.randrange(total // 50, total * 9 // 10) for _ in range(times)):
+            if not await self.past(before + at, streams):
+                break
+            while (victim := self.platform.runtime(f"r{chance.randint(1, RUNTIMES)}")) is None:
+                await asyncio.sleep(0.05)
+            victim.send_signal(signal_number)
+            sent += 1
+        return await streams, sent
