@@ -78,6 +78,15 @@ class Fleet:
         found: list[dict[str, Any]] = (await asyncio.to_thread(self.platform.get, "/api/v1/gpus")).json()["data"]
         return found
 
+    async def busy(self) -> set[str]:
+        """Runtimes with requests, as soon as a lease says that there are any."""
+        async with asyncio.timeout(10):
+            while True:
+                gpus = await self.gpus()
+                if busy := {gpu["id"] for gpu in gpus for m in gpu["models"].values() if m["running"] + m["waiting"]}:
+                    return busy
+                await asyncio.sleep(0.1)
+
     async def scheduler(self) -> str | None:
         """The one that leads."""
         said: str | None = (await asyncio.to_thread(self.platform.get, "/api/v1/fleet")).json()["scheduler"]
