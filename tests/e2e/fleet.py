@@ -142,11 +142,11 @@ class Fleet:
                     self.tokens += len(made)
         raise AssertionError(f"the stream ended without [DONE] after {len(said)} tokens")
 
-    async def streams(self, each: int) -> dict[tuple[str, int], list[int]]:
-        """`each` of every model at once, every third one sampled with a seed."""
+    async def streams(self, each: int, prefix: str = "") -> dict[tuple[str, int], list[int]]:
+        """`each` of every model at once, every third one sampled with a seed. With a prefix, of those deployments."""
         asked = [(model, number) for number in range(each) for model in self.models]
         jobs = [
-            self.stream(model, number, **({"temperature": 0.8, "seed": number} if number % 3 == 2 else {}))
+            self.stream(prefix + model, number, **({"temperature": 0.8, "seed": number} if number % 3 == 2 else {}))
             for model, number in asked
         ]
         async with asyncio.TaskGroup() as group:  # one that fails ends the others

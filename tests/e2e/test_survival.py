@@ -74,19 +74,24 @@ async def test_a_scheduler_that_is_killed_costs_nothing_and_is_back(fleet: Fleet
 
 
 async def test_what_one_runtime_has_too_much_of_moves_to_the_others(fleet: Fleet) -> None:
-    """They drained, and came back while it was busy: the scheduler sees it in the leases."""
+    """The others drained, and come back while it has more than it can do: the scheduler sees that in the leases."""
     undisturbed = await fleet.undisturbed(EACH)
     before, moved = fleet.tokens, sum((await fleet.moved()).values())
-    for runtime in ("r2", "r3"):
-        await fleet.drain(runtime, True)
-    streams = asyncio.create_task(fleet.streams(EACH))
-    assert await fleet.past(before + 50, streams)
-    assert await fleet.busy() == {"r1"}
-    for runtime in ("r2", "r3"):
-        await fleet.drain(runtime, False)
-    assert await streams == undisturbed
-    await asyncio.sleep(1.5)  # the next lease
-    assert sum((await fleet.moved()).values()) > moved
+    hurried = [fleet.platform.deploy("acme", f"fast-{model}", model, slo={"tbt_ms": 4}) for model in fleet.models]
+    try:
+        for runtime in ("r2", "r3"):
+            await fleet.drain(runtime, True)
+        streams = asyncio.create_task(fleet.streams(EACH, "fast-"))
+        assert await fleet.past(before + 50, streams)
+        assert await fleet.busy() == {"r1"}
+        for runtime in ("r2", "r3"):
+            await fleet.drain(runtime, False)
+        assert await streams == undisturbed
+        await asyncio.sleep(1.5)  # the next lease
+        assert sum((await fleet.moved()).values()) > moved
+    finally:
+        for deployment in hurried:
+            fleet.platform.request("DELETE", f"/api/v1/deployments/{deployment['id']}")
 
 
 async def test_a_model_with_one_replica_is_at_one_runtime_and_when_that_dies_at_another(fleet: Fleet) -> None:
