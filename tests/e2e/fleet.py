@@ -153,6 +153,30 @@ class Fleet:
             tasks = [group.create_task(job) for job in jobs]
         return dict(zip(asked, (task.result() for task in tasks), strict=True))
 
+    async def streams_that_return(self, each: int, tbt_ms: int) -> dict[tuple[str, int], list[int]]:
+        """With that objective; they begin on r1 alone, and the other runtimes come back while they run."""
+        others = [f"r{number}" for number in range(2, RUNTIMES + 1)]
+        names = [f"in-{tbt_ms}-{model}" for model in self.models]
+        hurried = [
+            self.platform.deploy("acme", name, model, slo={"tbt_ms": tbt_ms})
+            for name, model in zip(names, self.models, strict=True)
+        ]
+        try:
+            for runtime in others:
+                await self.drain(runtime, True)
+            before = self.tokens
+            streams = asyncio.create_task(self.streams(each, f"in-{tbt_ms}-"))
+            assert await self.past(before + 50, streams)
+            assert await self.busy() == {"r1"}
+            for runtime in others:
+                await self.drain(runtime, False)
+            said = await streams
+            await asyncio.sleep(1.5)  # the next lease
+            return said
+        finally:
+            for deployment in hurried:
+                self.platform.request("DELETE", f"/api/v1/deployments/{deployment['id']}")
+
     async def undisturbed(self, each: int) -> dict[tuple[str, int], list[int]]:
         """What such streams say when nothing happens; asked once, and again never."""
         await self.ready()
