@@ -88,7 +88,7 @@ async def test_what_one_runtime_has_too_much_of_moves_to_the_others(fleet: Fleet
 async def test_a_model_with_one_replica_is_at_one_runtime_and_when_that_dies_at_another(fleet: Fleet) -> None:
     platform = fleet.platform
     one = platform.deploy("acme", "single", fleet.models[0], scaling={"max_replicas": 1})
-    name = f"acme/single@{one['active_revision']}"
+    name = f"acme/single@{one['status']['active_revision']}"
 
     async def hosts() -> list[str]:
         return [gpu["id"] for gpu in await fleet.gpus() for m in gpu["models"].values() if name in m["deployments"]]
