@@ -119,10 +119,10 @@ class Jsonl:
 
 
 class Parquet:
-    """Numbers that are texts elsewhere are decimals here, which no reader rounds. Some pages make a row group."""
+    """Numbers that are texts elsewhere are decimals here, which no reader rounds. Many pages make a row group."""
 
     PLACES = {"quantity": 9, "unit_price": 12, "unrounded": 21, "amount": 21}
-    GROUP_ROWS = 16 * PAGE_ROWS
+    GROUP_ROWS = 4000
 
     def __init__(self, digest: Digest, kind: type[msgspec.Struct]) -> None:
         import pyarrow as pa  # 0.2 s and 50 MB that only this format needs

@@ -102,6 +102,21 @@ class Served:
         return self.admission is not None and self.admission.exhausted
 
 
+@dataclass(slots=True)
+class Cost:
+    """What one of a call's requests has cost so far."""
+
+    call: Call
+    gpu_us: int = 0
+    switch_us: int = 0
+
+    def add(self, delta: Delta) -> None:
+        """Its sums go on; the call has those of all its requests."""
+        self.call.gpu_us += delta.gpu_us - self.gpu_us
+        self.call.switch_us += delta.switch_us - self.switch_us
+        self.gpu_us, self.switch_us = delta.gpu_us, delta.switch_us
+
+
 SERVED: ContextVar[Served] = ContextVar("served")
 
 
@@ -134,6 +149,7 @@ class BusCore:
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()  # drained every loop turn by output_handler
         self._dispatcher = Dispatcher(deps.relay, deps.fleet, self)
         self._paying: dict[str, Admission] = {}  # by request: those whose tenants have limits
+        self._costs: dict[str, Cost] = {}  # by request
         self._cancelling: set[asyncio.Task[None]] = set()
         self._encoder = MsgpackEncoder(size_threshold=INLINE_MOST)
         self._decoder = MsgpackDecoder(EngineCoreOutput)
@@ -147,7 +163,7 @@ class BusCore:
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            self._paying.pop(request_id, None)
+            self._forget(request_id)
         await self._dispatcher.cancel(request_ids)
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -174,13 +190,18 @@ class BusCore:
             tbt_s=served.objective.tbt_s,
             patience_s=served.objective.patience_s,
         )
+        self._costs[request.request_id] = Cost(served.call)
         if served.admission is not None:
             self._paying[request.request_id] = served.admission
         try:
             await self._submit(request.request_id, run, served)
         except BaseException:
-            self._paying.pop(request.request_id, None)
+            self._forget(request.request_id)
             raise
+
+    def _forget(self, request_id: str) -> None:
+        self._paying.pop(request_id, None)
+        self._costs.pop(request_id, None)
 
     async def _submit(self, id: str, run: wire.Run, served: Served) -> None:
         due_at = served.arrived_at + served.objective.ttft_s
@@ -208,7 +229,14 @@ class BusCore:
     # ── Taker ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def made(self, deltas: list[tuple[str, Delta]]) -> None:
-        outputs = [self._output(request_id, self._paid(request_id, delta)) for request_id, delta in deltas]
+        outputs = []
+        for request_id, delta in deltas:
+            if cost := self._costs.get(request_id):
+                cost.add(delta)
+            paid = self._paid(request_id, delta)
+            outputs.append(self._output(request_id, paid))
+            if paid.finish is not None:
+                self._forget(request_id)
         self._outputs.put_nowait(EngineCoreOutputs(outputs=outputs))
 
     def _paid(self, request_id: str, delta: Delta) -> Delta:
@@ -216,10 +244,7 @@ class BusCore:
         admission = self._paying.get(request_id)
         if admission is None:
             return delta
-        paid = admission.pay(len(delta.tokens))
-        if delta.finish is not None or not paid:
-            del self._paying[request_id]
-        if paid:
+        if admission.pay(len(delta.tokens)):
             return delta
         cancelling = asyncio.create_task(self._dispatcher.cancel([request_id]))
         self._cancelling.add(cancelling)
@@ -229,7 +254,7 @@ class BusCore:
         )
 
     def failed(self, request: str, error: str) -> None:
-        self._paying.pop(request, None)
+        self._forget(request)
         assert self.llm is not None
         self.llm.fail(request, error)
 

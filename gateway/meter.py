@@ -28,7 +28,8 @@ SLOT_BYTES = 1024
 CHECKPOINT_PERIOD_S = 5.0
 RETRY_PAUSE_S = 0.5
 BOOKERS = 16  # each waits for JetStream's disk
-_COUNTERS = struct.Struct("<IQQQQ")  # length of the record (0: free), seq, prompt, cached, output tokens
+# Length of the record (0: free), seq, prompt, cached, output tokens, microseconds of steps and of switches:
+_COUNTERS = struct.Struct("<IQQQQQQ")
 
 
 class MeterFull(Exception):
@@ -48,6 +49,8 @@ class Call:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    gpu_us: int = 0
+    switch_us: int = 0
     finish: str = "open"
 
     def usage(self, final: bool, now: float) -> wire.Usage:
@@ -58,6 +61,8 @@ class Call:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
+            gpu_us=self.gpu_us,
+            switch_us=self.switch_us,
             ended_at=now,
             finish=self.finish,
         )
@@ -87,15 +92,16 @@ class Journal:
         slot = self._free.pop()
         start = slot * SLOT_BYTES + _COUNTERS.size
         self._map[start : start + len(record)] = record
-        _COUNTERS.pack_into(self._map, slot * SLOT_BYTES, len(record), 0, 0, 0, 0)  # last: now the slot counts
+        _COUNTERS.pack_into(self._map, slot * SLOT_BYTES, len(record), 0, 0, 0, 0, 0, 0)  # last: now the slot counts
         return slot
 
     def count(self, call: Call) -> None:
-        numbers = (call.seq, call.prompt_tokens, call.cached_tokens, call.output_tokens)
-        struct.pack_into("<QQQQ", self._map, call.slot * SLOT_BYTES + 4, *numbers)
+        tokens = (call.prompt_tokens, call.cached_tokens, call.output_tokens)
+        numbers = (call.seq, *tokens, call.gpu_us, call.switch_us)
+        struct.pack_into("<QQQQQQ", self._map, call.slot * SLOT_BYTES + 4, *numbers)
 
     def free(self, slot: int) -> None:
-        _COUNTERS.pack_into(self._map, slot * SLOT_BYTES, 0, 0, 0, 0, 0)
+        _COUNTERS.pack_into(self._map, slot * SLOT_BYTES, *([0] * 7))
         self._free.append(slot)
 
     def left_behind(self) -> list[Call]:
@@ -105,8 +111,8 @@ class Journal:
             if length := self._length(slot):
                 start = slot * SLOT_BYTES + _COUNTERS.size
                 opened = wire.decode(wire.Usage, self._map[start : start + length])
-                _, seq, prompt, cached, output = _COUNTERS.unpack_from(self._map, slot * SLOT_BYTES)
-                calls.append(Call(opened, slot, seq, prompt, cached, output))
+                _, *counters = _COUNTERS.unpack_from(self._map, slot * SLOT_BYTES)
+                calls.append(Call(opened, slot, *counters))
         return calls
 
     def close(self) -> None:

@@ -153,10 +153,15 @@ class Quotas:
         return lease.holding.rates(self._clock.at_us(_steady_us()))
 
     def _lease(self, tenant_id: str, limits: Limits) -> Lease:
+        if not limits.shared:
+            return Lease(tenant_id, Holding(limits))  # nobody else need know of it
         lease = self._leases.get(tenant_id)
         if lease is None:
             lease = self._leases[tenant_id] = Lease(tenant_id, Holding(limits))
-        lease.holding.limits, lease.idle_ticks = limits, 0
+        if lease.holding.limits != limits:
+            lease.holding.limits = limits
+            lease.denied.clear()
+        lease.idle_ticks = 0
         return lease
 
     async def _price(self, tenant_id: str, target: Target, limits: Limits) -> Price | None:

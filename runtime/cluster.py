@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from runtime.costs import ModelCosts
-from runtime.policy.migration import HIGH_STEPS, LOW_STEPS, Load, freeness, pairs, pick_model
+from runtime.policy.migration import HIGH_STEPS, LOW_STEPS, Load, pairs, pick_model, steps
 from runtime.policy.scaling import Band, Scaling
 from runtime.request import ModelKey, Request
 
@@ -186,6 +186,16 @@ class Cluster:
         if not self.devices[number].drains:
             self._drain(self.devices[number])
 
+    def stays(self, number: int) -> None:
+        """A device that was to leave takes requests again; it stands for one that was asked for."""
+        device = self.devices[number]
+        assert device.there and device.drains, f"device {number} was not to leave"
+        device.drains = False
+        for model in device.work:
+            self.where.setdefault(model, number)
+        self._joining[:1] = []
+        self._note(device)
+
     def forgotten(self, number: int) -> None:
         """A device that died does not come back."""
         self.devices[number].died = False
@@ -344,14 +354,12 @@ class Cluster:
 
     def _weigh_report(self, device: Device) -> None:
         assert device.report is not None
-        load = device.report
-        if device.given:
-            used, step = load.used_bytes, load.step_bytes
-            for given in device.given:
-                used += given.used_bytes
-                step += given.step_bytes
-            load = msgspec.structs.replace(load, used_bytes=used, step_bytes=step)
-        device.free = freeness(load)
+        report = device.report
+        used, step = report.used_bytes + report.queued_bytes, report.step_bytes
+        for given in device.given:
+            used += given.used_bytes
+            step += given.step_bytes
+        device.free = steps(report.kv_bytes - used, step, report.busy)
 
 
 def _fewer(device: Device, other: Device) -> bool:

@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import structlog
 import uvloop
@@ -40,6 +41,7 @@ GATEWAY_SILENCE_S = 2.0  # then its streams are cancelled
 STREAMS_MOST = 4096  # open at once; more are refused as BUSY
 HAND_ON_PAUSE_S = 0.25  # between two tries to hand a stream on
 RESTART_PAUSE_S = 0.2
+CANCEL_AGAIN_S = 5.0
 RING_KEPT_S = 60.0  # after the gateway's last sign
 
 
@@ -108,9 +110,7 @@ class Node:
         stopped = asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
         await self._drain()
-        for task in (stopped, *tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end([stopped, *tasks])
         await self.door.close()
         self.blocks.close()
         with contextlib.suppress(BusError):
@@ -530,6 +530,14 @@ class Node:
                     await self._send_frame(gateway_id, wire.encode(beat))
                 elif now - gateway.heard_at > RING_KEPT_S:
                     gateway.ring.clear()
+
+
+async def _end(tasks: list[asyncio.Task[Any]]) -> None:
+    """Cancels them until they have ended: wait_for of Python 3.11, with which the bus waits, may swallow it once."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
 def _name_of(host_cache: int) -> str:

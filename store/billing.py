@@ -108,8 +108,14 @@ class Price:
 
 
 def cost(price: Price | None, counts: Counts) -> int:
-    """In 1e-21 of the currency."""
-    return sum(sku.amount(price, sku.quantity(counts)) for sku in SKUS) if price else 0
+    """In 1e-21 of the currency: what all of SKUS come to."""
+    if price is None:
+        return 0
+    tokens = counts.fresh_tokens * price.prompt_pico + counts.cached_tokens * price.cached_pico
+    tokens += counts.output_tokens * price.output_pico
+    us = counts.gpu_us * price.gpu_s_pico + counts.switch_us * price.switch_s_pico
+    byte_s = counts.cache_byte_s * price.cache_gb_s_pico + counts.kv_byte_s * price.kv_gb_s_pico
+    return tokens * EXACT_PER_PICO + us * 10**3 + byte_s
 
 
 def cost_pico(price: Price | None, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> int:
@@ -138,14 +144,17 @@ def decimal(value: int, scale: int, places: int | None = None) -> str:
 
 def price_of(known: Iterable[Price], tenant_id: str, model_id: str | None, started_us: int) -> Price | None:
     """The one that held when the request started: the tenant's before everybody's, the model's before every model's."""
-    fitting = [
-        price
-        for price in known
-        if price.tenant_id in (None, tenant_id)
-        and price.model_id in (None, model_id)
-        and price.valid_from_us <= started_us
-    ]
-    return max(fitting, key=_precedence, default=None)
+    return held_at(fitting(known, tenant_id, model_id), started_us)
+
+
+def fitting(known: Iterable[Price], tenant_id: str, model_id: str | None) -> list[Price]:
+    """Those that may ever hold for a model of a tenant, the weightiest first."""
+    found = [price for price in known if price.tenant_id in (None, tenant_id) and price.model_id in (None, model_id)]
+    return sorted(found, key=_precedence, reverse=True)
+
+
+def held_at(fitting: Iterable[Price], started_us: int) -> Price | None:
+    return next((price for price in fitting if price.valid_from_us <= started_us), None)
 
 
 def _precedence(price: Price) -> tuple[bool, bool, int, str]:

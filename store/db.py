@@ -24,7 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 BUSY_TIMEOUT_S = 5.0  # longest wait for another process's write lock
 MIGRATION_TIMEOUT_S = 120.0
-PAGE_ROWS = 1000  # of a long answer in memory at a time
+PAGE_ROWS = 200  # of a long answer in memory at a time, and between two turns of the event loop: some milliseconds
 MIGRATION_LOCK = 0x57ACCA70  # key of PostgreSQL's advisory lock
 
 AnyRow: TypeAlias = "Row[*tuple[Any, ...]]"
@@ -72,7 +72,11 @@ def added_once(kind: str, name: str) -> Iterator[None]:
 
 def insert(connection: AsyncConnection, table: Table) -> sqlite.Insert | postgresql.Insert:
     """An INSERT that understands ON CONFLICT, in the dialect of the connection."""
-    return sqlite.insert(table) if connection.dialect.name == "sqlite" else postgresql.insert(table)
+    return insert_in(connection.dialect.name, table)
+
+
+def insert_in(dialect: str, table: Table) -> sqlite.Insert | postgresql.Insert:
+    return sqlite.insert(table) if dialect == "sqlite" else postgresql.insert(table)
 
 
 async def pages(connection: AsyncConnection, query: AnySelect) -> AsyncIterator[Sequence[AnyRow]]:

@@ -45,6 +45,12 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     max_output_tokens: _Count | None = None
     monthly_budget: Budget | None = None
 
+    @property
+    def shared(self) -> bool:
+        """There are some that hold for all gateways together."""
+        ours = (self.requests_per_minute, self.tokens_per_minute, self.concurrent_streams, self.monthly_budget)
+        return any(limit is not None for limit in ours)
+
 
 NO_LIMITS = Limits()
 

@@ -9,7 +9,8 @@ its rows don't change any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
@@ -26,10 +27,12 @@ from sqlalchemy import (
     tuple_,
     update,
 )
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.billing import COUNTERS, EXACT_PER_PICO, Counts, Price, all_prices, cost, price_of, prices_for
-from store.db import insert
+from store import billing
+from store.billing import COUNTERS, EXACT_PER_PICO, Counts, Price, all_prices, cost, prices_for
+from store.db import insert_in
 from store.tables import models, revisions, tenants, usage
 from store.wire import Usage
 
@@ -44,7 +47,12 @@ Row: TypeAlias = dict[str, str | int | bool | None]
 
 def period_of(us: int) -> str:
     """YYYY-MM, UTC."""
-    return f"{datetime.fromtimestamp(us / 1e6, UTC):%Y-%m}"
+    return _month(us // DAY_US)
+
+
+@functools.lru_cache(400)
+def _month(day: int) -> str:
+    return f"{datetime.fromtimestamp(day * 86_400, UTC):%Y-%m}"
 
 
 def is_closed(period: str, now_us: int) -> bool:
@@ -65,9 +73,17 @@ async def book(connection: AsyncConnection, messages: Sequence[Usage], now_us: i
     if not messages:
         return
     known_prices = await prices_for(connection, {message.tenant_id for message in messages})
+    fitting = functools.cache(functools.partial(billing.fitting, known_prices))
     model_ids = await _model_ids(connection, messages)
-    rows = merged(_row(message, model_ids, known_prices, now_us) for message in messages)
-    statement = insert(connection, usage)
+    open_from = first_open(now_us)
+    rows = merged(_row(message, model_ids, fitting, open_from) for message in messages)
+    await connection.execute(_upsert(connection.dialect.name), rows)
+
+
+@functools.cache
+def _upsert(dialect: str) -> sqlite.Insert | postgresql.Insert:
+    """The period of a row that is written again is its own as long as that is open, and a later one after that."""
+    statement = insert_in(dialect, usage)
     new = statement.excluded
     newer = or_(
         and_(new.final, ~usage.c.final),
@@ -76,12 +92,11 @@ async def book(connection: AsyncConnection, messages: Sequence[Usage], now_us: i
     greatest = {name: _chosen(new[name] > usage.c[name], new[name], usage.c[name]) for name in COUNTERS}
     latest = {name: _chosen(newer, new[name], usage.c[name]) for name in _LATEST}
     changes = or_(newer, *(new[name] > usage.c[name] for name in COUNTERS))
-    statement = statement.on_conflict_do_update(
+    return statement.on_conflict_do_update(
         index_elements=[usage.c.request, usage.c.attempt],
         set_=greatest | latest,
-        where=and_(changes, usage.c.period >= first_open(now_us)),
+        where=and_(changes, usage.c.period >= new.period),
     )
-    await connection.execute(statement, rows)
 
 
 _LATEST = ("seq", "final", "ended_us", "finish")
@@ -115,17 +130,22 @@ async def _model_ids(connection: AsyncConnection, messages: Sequence[Usage]) -> 
     return {(row[0], row[1]): row[2] for row in rows}
 
 
-def _row(message: Usage, model_ids: Mapping[tuple[str, int], str], known_prices: Iterable[Price], now_us: int) -> Row:
+def _row(
+    message: Usage,
+    model_ids: Mapping[tuple[str, int], str],
+    fitting: Callable[[str, str | None], list[Price]],
+    open_from: str,
+) -> Row:
     started_us = round(message.started_at * 1e6)
     model_id = model_ids.get((message.deployment_id, message.revision))
-    price = price_of(known_prices, message.tenant_id, model_id, started_us)
+    price = billing.held_at(fitting(message.tenant_id, model_id), started_us)
     first = message.attempt <= 1
     return {
         "request": message.request,
         "attempt": message.attempt,
         "seq": message.seq,
         "final": message.final,
-        "period": max(period_of(started_us), first_open(now_us)),
+        "period": max(period_of(started_us), open_from),
         "tenant_id": message.tenant_id,
         "key_id": message.key_id,
         "deployment_id": message.deployment_id,

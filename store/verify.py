@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store import bill
 from store.bill import CORRECTION, Correction, Line
-from store.billing import Price, all_prices, decimal, minor_places, price_of
+from store.billing import COUNTERS, Price, all_prices, decimal, fitting, held_at, minor_places
 from store.db import AnyRow, pages
 from store.tables import usage
 from store.usage import MODEL, first_open, is_closed, named, period_of
@@ -57,6 +58,7 @@ async def verify(connection: AsyncConnection, period: str, now_us: int) -> Repor
     """`connection` is a snapshot."""
     report = Report(period, is_closed(period, now_us))
     known = await all_prices(connection)
+    prices = functools.cache(functools.partial(fitting, known.values()))
     used: Counter[_Key] = Counter()
     before: AnyRow | None = None
     columns = (*usage.c, MODEL.label("model"))
@@ -65,8 +67,9 @@ async def verify(connection: AsyncConnection, period: str, now_us: int) -> Repor
     async for page in pages(connection, query):
         for row in page:
             report.rows += 1
-            report.add(_flaws(row, before, known, report.closed))
-            used.update(_quantities(row))
+            right = held_at(prices(row.tenant_id, row.model_id), row.started_us)
+            report.add(_flaws(row, before, right, report.closed))
+            _count(row, used)
             before = row
     lines = await bill.lines(connection, period, None)
     report.lines, report.amounts = len(lines), _amounts(lines)
@@ -78,49 +81,51 @@ async def verify(connection: AsyncConnection, period: str, now_us: int) -> Repor
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _flaws(row: AnyRow, before: AnyRow | None, known: Mapping[str, Price], closed: bool) -> Iterator[Flaw]:
-    where = f"request {row.request} attempt {row.attempt}"
-    checks = chain(_counter_checks(row), _price_checks(row, known), _booking_checks(row, before, closed))
-    return (Flaw(check, where, said) for check, wrong, said in checks if wrong)
+def _flaws(row: AnyRow, before: AnyRow | None, right: Price | None, closed: bool) -> Iterator[Flaw]:
+    """`right` is the price that held at its start."""
+    for check, said in chain(_counter_flaws(row), _time_flaws(row), _booking_flaws(row, before, right, closed)):
+        yield Flaw(check, f"request {row.request} attempt {row.attempt}", said)
 
 
-_Checks = Iterator[tuple[str, bool, str]]
-
-
-def _counter_checks(row: AnyRow) -> _Checks:
-    for name in ("prompt_tokens", "cached_tokens", "output_tokens", "gpu_us", "switch_us", "cache_byte_s", "kv_byte_s"):
-        count = getattr(row, name)
-        yield "counters", count < 0, f"{name} is {count}, less than nothing"
+def _counter_flaws(row: AnyRow) -> Iterator[tuple[str, str]]:
+    for name in COUNTERS:
+        if (count := getattr(row, name)) < 0:
+            yield "counters", f"{name} is {count}, less than nothing"
     cached, prompt = row.cached_tokens, row.prompt_tokens
-    yield "counters", cached > prompt, f"{cached} cached tokens of a prompt of {prompt}"
-    yield "counters", row.attempt > 1 and prompt > 0, f"a prompt of {prompt} tokens is charged by a later attempt again"
+    if cached > prompt:
+        yield "counters", f"{cached} cached tokens of a prompt of {prompt}"
+    if row.attempt > 1 and prompt:
+        yield "counters", f"a prompt of {prompt} tokens is charged by a later attempt again"
+
+
+def _time_flaws(row: AnyRow) -> Iterator[tuple[str, str]]:
     wall_us = row.ended_us - row.started_us
-    yield "times", wall_us < 0, f"it ended {-wall_us} us before it started"
+    if wall_us < 0:
+        yield "times", f"it ended {-wall_us} us before it started"
     for name in ("gpu_us", "switch_us"):
-        charged = getattr(row, name)
-        yield "times", charged > wall_us + CLOCKS_US, f"{name} is {charged} in a request of {wall_us} us"
+        if (charged := getattr(row, name)) > wall_us + CLOCKS_US:
+            yield "times", f"{name} is {charged} in a request of {wall_us} us"
 
 
-def _price_checks(row: AnyRow, known: Mapping[str, Price]) -> _Checks:
-    right = price_of(known.values(), row.tenant_id, row.model_id, row.started_us)
-    right_id = right.id if right else None
-    yield "price", row.price_id != right_id, f"it has the price {row.price_id}, at its start {right_id} held"
-
-
-def _booking_checks(row: AnyRow, before: AnyRow | None, closed: bool) -> _Checks:
-    began = period_of(row.started_us)
-    yield "period", row.period < began, f"it stands on the bill of {row.period} and started in {began}"
-    yield "open", closed and not row.final, f"its last word never came, the period is closed; {row.finish}"
+def _booking_flaws(row: AnyRow, before: AnyRow | None, right: Price | None, closed: bool) -> Iterator[tuple[str, str]]:
+    if row.price_id != (right.id if right else None):
+        held = f"{right.id} held" if right else "none held"
+        yield "price", f"it has the price {row.price_id}, at its start {held}"
+    if row.period < (began := period_of(row.started_us)):
+        yield "period", f"it stands on the bill of {row.period} and started in {began}"
+    if closed and not row.final:
+        yield "open", f"its last word never came and the period is closed: finish is {row.finish}"
     if before is not None and before.request == row.request:
-        yield "unique", before.attempt == row.attempt, "it is booked twice"
-        other = before.tenant_id
-        yield "unique", other != row.tenant_id, f"it is of tenant {row.tenant_id}, its attempt before was of {other}"
+        if before.attempt == row.attempt:
+            yield "unique", "it is booked twice"
+        if before.tenant_id != row.tenant_id:
+            yield "unique", f"it is of tenant {row.tenant_id}, its attempt before was of {before.tenant_id}"
 
 
 # ── lines ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _quantities(row: AnyRow) -> dict[_Key, int]:
+def _count(row: AnyRow, used: Counter[_Key]) -> None:
     counted = {
         "prompt": row.prompt_tokens - row.cached_tokens,
         "cached": row.cached_tokens,
@@ -132,7 +137,9 @@ def _quantities(row: AnyRow) -> dict[_Key, int]:
     }
     month, price_id = period_of(row.started_us), row.price_id or ""
     place = (month, row.tenant_id, row.deployment_id, row.deployment, row.model, price_id)
-    return {(*place, sku): count for sku, count in counted.items() if count}
+    for sku, count in counted.items():
+        if count:
+            used[(*place, sku)] += count
 
 
 # What is counted of each kind is so many parts of what its price is for.

@@ -76,7 +76,7 @@ class Postgres:
         return self.url(name)
 
 
-def _programs() -> Path | None:
+def programs() -> Path | None:
     found = shutil.which("initdb")
     places = [Path(found).resolve().parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     return places[-1] if places else None
@@ -84,16 +84,20 @@ def _programs() -> Path | None:
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[Postgres]:
-    programs = _programs()
-    if programs is None:
+    found = programs()
+    if found is None:
         pytest.skip("no PostgreSQL: neither initdb in PATH nor /usr/lib/postgresql (install Debian's `postgresql`)")
     folder = Path(tempfile.mkdtemp(prefix="staccato-pg-"))
-    user = getpass.getuser() if os.geteuid() else next(n for n in ("postgres", "nobody") if _has_account(n))
-    server = Postgres(programs, folder, user)
+    server = Postgres(found, folder, account())
     yield server
     server.process.send_signal(signal.SIGINT)
     server.process.wait(20)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def account() -> str:
+    """Whom the server runs as."""
+    return getpass.getuser() if os.geteuid() else next(n for n in ("postgres", "nobody") if _has_account(n))
 
 
 def _has_account(name: str) -> bool:

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from decimal import ROUND_HALF_EVEN, Decimal
+from decimal import Decimal
 from pathlib import Path
 
 from child import DemoError, Done, Platform, running
@@ -223,14 +223,14 @@ async def settle(platform: Platform, tenants: dict[str, Tenant], began_at: datet
     show(shown, bill)
     used = usage_of(json.loads(known.out))
     rows = list(csv.DictReader(io.StringIO(bill.out)))
-    billed, money = bill_of(rows), sum(Decimal(row["amount"]) for row in rows)
+    billed, money = bill_of(rows), sum(Decimal(row["unrounded"]) for row in rows)
     show_comparison(counted, used, billed)
     if not counted == used == billed:
         raise DemoError("the tokens that the clients counted, the usage and the bill differ")
     if money != price_of(counted):
         raise DemoError(f"the bill says {money} USD, the tokens at their prices make {price_of(counted)} USD")
-    total = sum(tokens.total() for tokens in counted.values())
-    console.print(f"[bold green]The bill equals what the clients counted: {total} tokens, {money} USD.[/]")
+    total, paid = sum(tokens.total() for tokens in counted.values()), f"{money.normalize():f}"
+    console.print(f"[bold green]The bill equals what the clients counted: {total} tokens, {paid} USD.[/]")
 
 
 async def until_booked(platform: Platform, counted: Bill) -> None:
@@ -256,16 +256,17 @@ def usage_of(rows: Iterable[dict[str, str]]) -> Bill:
 def bill_of(rows: Iterable[dict[str, str]]) -> Bill:
     bill: Bill = {}
     for row in rows:
-        bill.setdefault(row["deployment"], Counter())[row["sku"]] += int(row["quantity"])
+        if row["sku"] in PRICE_PICO:
+            bill.setdefault(row["deployment"], Counter())[row["sku"]] += int(row["quantity"])
     return bill
 
 
 def price_of(counted: Bill) -> Decimal:
-    """As the bill rounds: each line to a millionth, half to even."""
-    lines = (
-        Decimal(tokens[kind] * pico).scaleb(-12) for tokens in counted.values() for kind, pico in PRICE_PICO.items()
+    """Before the bill rounds to cents: so few tokens cost none."""
+    return sum(
+        (Decimal(tokens[kind] * pico).scaleb(-12) for tokens in counted.values() for kind, pico in PRICE_PICO.items()),
+        Decimal(0),
     )
-    return sum((line.quantize(Decimal("1e-6"), ROUND_HALF_EVEN) for line in lines), Decimal(0))
 
 
 def show_comparison(counted: Bill, used: Bill, billed: Bill) -> None:

@@ -60,6 +60,8 @@ class Load(msgspec.Struct, frozen=True):
     waiting: int = 0
     busy: float = 0.0  # share of its time that its requests need to keep their pace
     shares: dict[ModelKey, float] = {}  # of that, by model, where several share the device
+    queued_bytes: float = 0.0  # that the others wait for, behind the head of the queue
+    least_bytes: float | None = None  # of the smallest request that may go; None: they are not known one by one
 
     @property
     def requests(self) -> int:
@@ -76,7 +78,7 @@ def load_of(
 ) -> Load:
     """`usages` in the order in which they wait. `headroom`: bytes that stay free around the requests of a priority, all
     of them together, so that nothing slows them."""
-    used = step = busy = 0.0
+    used = queued = step = busy = 0.0
     running, head, there = 0, True, set()
     for usage in usages:
         if not usage.waits:
@@ -85,25 +87,29 @@ def load_of(
         if not usage.waits or head:
             used += usage.kv_bytes
             step += usage.token_bytes
+        else:
+            queued += usage.kv_bytes
         head = head and not usage.waits
     for each in sorted(there):
         used += headroom.get(each, 0.0)
     for share in shares.values():
         busy += share
-    return Load(device, at, kv_bytes, used, step, running, len(usages) - running, busy, shares)
+    least = min([usage.kv_bytes for usage in usages if not usage.moves], default=None)
+    return Load(device, at, kv_bytes, used, step, running, len(usages) - running, busy, shares, queued, least)
 
 
 def freeness(load: Load) -> float:
     """Steps that it can go on; below 0 where somebody waits for memory or time that is not there."""
-    return _steps(load.kv_bytes - load.used_bytes, load.step_bytes, load.busy)
+    return steps(load.kv_bytes - load.used_bytes, load.step_bytes, load.busy)
 
 
-def _steps(free_bytes: float, step_bytes: float, busy: float) -> float:
-    steps = free_bytes / step_bytes if step_bytes > 0 else _NEVER
+def steps(free_bytes: float, step_bytes: float, busy: float) -> float:
+    """Freeness by its parts: memory, what a step takes of it, and the share of time that is needed."""
+    of_memory = free_bytes / step_bytes if step_bytes > 0 else _NEVER
     if busy > 0:
         of_time = FULL_STEPS * (1 - busy)
-        return of_time if of_time < steps else steps
-    return steps
+        return of_time if of_time < of_memory else of_memory
+    return of_memory
 
 
 class Total(NamedTuple):
@@ -119,7 +125,7 @@ class Total(NamedTuple):
 def total(loads: Sequence[Load]) -> Total:
     free = step = kv = busy = 0.0
     for load in loads:
-        free += load.kv_bytes - load.used_bytes
+        free += load.kv_bytes - load.used_bytes - load.queued_bytes
         step += load.step_bytes
         kv += load.kv_bytes
         busy += load.busy
@@ -130,14 +136,14 @@ def pooled(fleet: Total, idle: int = 0) -> float:
     """Freeness of all together, as if they were one device: one that is idle is not infinitely free for the others.
     `idle`: so many more, each like the mean of them and without work."""
     count = max(1, fleet.devices)
-    return _steps(fleet.free_bytes + idle * fleet.kv_bytes / count, fleet.step_bytes, fleet.busy / (count + idle))
+    return steps(fleet.free_bytes + idle * fleet.kv_bytes / count, fleet.step_bytes, fleet.busy / (count + idle))
 
 
 def without(fleet: Total, leaving: Load) -> float:
     """Freeness of all together, when that device has left and its requests stay."""
     if fleet.devices == 1:
         return -_NEVER if leaving.requests else _NEVER
-    return _steps(fleet.free_bytes - leaving.kv_bytes, fleet.step_bytes, fleet.busy / (fleet.devices - 1))
+    return steps(fleet.free_bytes - leaving.kv_bytes, fleet.step_bytes, fleet.busy / (fleet.devices - 1))
 
 
 # ── who to whom ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,7 +152,7 @@ def without(fleet: Total, leaving: Load) -> float:
 def pairs(
     loads: Iterable[Load], draining: frozenset[int], low: float = LOW_STEPS, high: float = HIGH_STEPS
 ) -> list[tuple[int, int]]:
-    """Sources, the fullest first, each with a target, the freest first.
+    """Sources, the fullest first, each with the freest target that is left, if one of its requests may go there.
 
     A device that drains is the fullest, whatever it says, and no target. No device is both source and target."""
     assert low < high, f"a device with a freeness between {high} and {low} would give and take"
@@ -161,25 +167,33 @@ def pairs(
             targets.append((-free, load.device, load))
         elif free < low and load.requests:
             sources.append((free, load.device, load))
+    found: list[tuple[int, int]] = []
+    if not sources:
+        return found
     sources.sort()
     targets.sort()
-    return [
-        (source.device, target.device)
-        for (free, _, source), (_, _, target) in zip(sources, targets, strict=False)
-        if helps(source, target, free == -_NEVER, low)
-    ]
+    for free, _, source in sources:
+        if len(found) == len(targets):
+            break
+        target = targets[len(found)][2]
+        if helps(source, target, free == -_NEVER, low, source.least_bytes):
+            found.append((source.device, target.device))
+    return found
 
 
-def helps(source: Load, target: Load, drains: bool, low: float = LOW_STEPS) -> bool:
-    """Whether it brings the two nearer to each other that one mean request goes, and does not fill the target."""
+def helps(source: Load, target: Load, drains: bool, low: float = LOW_STEPS, request_bytes: float | None = None) -> bool:
+    """Whether it brings the two nearer to each other that a request of so many bytes goes, and does not fill the
+    target. `request_bytes`: None for a mean one."""
     part = 1 / max(1, source.running + (source.waiting > 0))
-    used, step, busy = source.used_bytes * part, source.step_bytes * part, source.busy * part
-    taken = _steps(target.kv_bytes - target.used_bytes - used, target.step_bytes + step, target.busy + busy)
+    step, busy = source.step_bytes * part, source.busy * part
+    used = source.used_bytes * part if request_bytes is None else request_bytes
+    taken = steps(target.kv_bytes - target.used_bytes - used, target.step_bytes + step, target.busy + busy)
     if taken <= low:
         return False
-    left = 1 - part  # of what the source has
-    given = _steps(source.kv_bytes - source.used_bytes * left, source.step_bytes * left, source.busy * left)
-    return drains or abs(taken - given) < freeness(target) - freeness(source)
+    if drains:
+        return True
+    given = steps(source.kv_bytes - source.used_bytes + used, source.step_bytes - step, source.busy - busy)
+    return abs(taken - given) < freeness(target) - freeness(source)
 
 
 # ── what ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,7 +2,8 @@
 
 Below the band for some checks in a row devices join, above it one leaves. What is compared with the upper end is the
 freeness that the others would have without the one that leaves: so a step down is never followed by a step up under
-the same load.
+the same load. All who wait count, for it is a device more that they wait for. To join nobody waits for the last change:
+those that were asked for are counted already.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Band(msgspec.Struct, frozen=True):
     high_steps: float = 60.0
     low_checks: int = 3  # in a row, before devices join
     high_checks: int = 6  # before one leaves
-    cooldown_s: float = 10.0  # after a change
+    cooldown_s: float = 10.0  # after a change, before one leaves
 
     def __post_init__(self) -> None:
         assert 1 <= self.least <= self.most, f"a fleet of {self.least} to {self.most} devices"
@@ -61,11 +62,9 @@ class Scaling:
         high = count > band.least and not joining and without(fleet, victim) > band.high_steps
         low = pooled(fleet, joining) < band.low_steps
         self._low, self._high = (self._low + 1 if low else 0), (self._high + 1 if high else 0)
-        if now < self._quiet_until:
-            return NOTHING
         if self._low >= band.low_checks and count < band.most:
             return self._changed(Change(join=min(self._short(fleet, joining), band.most - count)), now)
-        if self._high >= band.high_checks:
+        if self._high >= band.high_checks and now >= self._quiet_until:
             return self._changed(Change(leave=(victim.device,)), now)
         return NOTHING
 

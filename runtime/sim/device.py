@@ -117,7 +117,7 @@ class Device:
             for request in model.running.values():
                 rank, moves = priority(request.objective), request.id in moving
                 found.append(Usage(request.id, model.key, rank, request.context * there, there, moves=moves))
-            for request in model.waiting.values():
+            for request in sorted(model.waiting.values(), key=_came):
                 rank, moves, needs = priority(request.objective), request.id in moving, (request.context + 1) * each
                 found.append(Usage(request.id, model.key, rank, needs, each, True, moves))
         return found
@@ -341,6 +341,10 @@ class Device:
         for model, engine in self.engines.items():
             booked = self.instance.pages.of(model)
             assert (booked.weights, booked.kv) == (engine.weights, engine.kv), f"the books are wrong about {model}"
+
+
+def _came(request: Request) -> tuple[float, RequestId]:
+    return request.arrived_at, request.id
 
 
 def _tbt_s(model: Model) -> float:

@@ -68,10 +68,10 @@ class Moves:
             return
         drains, low = self.world.cluster.devices[number].drains, self.world.cluster.rules.low_steps
         load, there = source.load(), target.load()
-        if not (load.requests and (drains or freeness(load) < low) and helps(load, there, drains, low)):
+        if not (load.requests and (drains or freeness(load) < low)):
             return
         usage = pick(source.usages(), there.kv_bytes - there.used_bytes)
-        if usage is not None:
+        if usage is not None and helps(load, there, drains, low, usage.kv_bytes):
             self._begin(source.request(usage.model, usage.request), source, target)
 
     def _gives(self, source: Device) -> bool:

@@ -167,7 +167,7 @@ def quantiles(shares: Floats, values: Floats) -> Distribution:
     return lambda rng, count: np.interp(rng.random(count), shares, values)
 
 
-def _log_quantiles(shares: Floats, values: Floats) -> Distribution:
+def log_quantiles(shares: Floats, values: Floats) -> Distribution:
     logs = quantiles(shares, np.log(values))
     return lambda rng, count: np.exp(logs(rng, count))
 
@@ -180,7 +180,7 @@ LENGTHS: dict[str, tuple[Distribution, Distribution]] = {
     "ox2": (log_normal(100, 1.25), log_normal(2 * 167, 0.9)),
     "ix2": (log_normal(2 * 100, 1.25), log_normal(167, 0.9)),
     "gpt4": (  # ShareGPT-GPT4: quantiles of table 1 of the Llumnix paper
-        _log_quantiles(_SHARES, np.array([5, 74, 348, 1484, 3388, 6000])),
+        log_quantiles(_SHARES, np.array([5, 74, 348, 1484, 3388, 6000])),
         quantiles(_SHARES, np.array([5, 487, 781, 988, 1234, 2000])),
     ),
     "code": (log_normal(1465, 0.8), log_normal(13, 1.1)),  # medians of Azure's coding service, 2023

@@ -59,6 +59,7 @@ class World:
         checks: bool = False,
         rules: Rules | None = None,
         faults: Sequence[Fault] = (),
+        join_s: float = JOIN_S,
     ) -> None:
         self.now = 0.0
         self.events = 0
@@ -73,7 +74,7 @@ class World:
         self.drops: dict[int, int] = {}  # requests that will not get away from a device, by device
         self.open: set[RequestId] = set()
         self.resumed = 0
-        self._turns, self._rules, self._faults = turns, rules, faults
+        self._turns, self._rules, self._faults, self._join_s = turns, rules, faults, join_s
         self._gone: list[Device] = []  # and replaced
         self._since: dict[int, float] = dict.fromkeys(range(devices), 0.0)  # that each device has been paid for
         self._paid_s = 0.0  # of devices that retired
@@ -155,8 +156,11 @@ class World:
 
     def _obey(self, order: Order) -> None:
         if isinstance(order, Join):
-            for _ in range(order.count):
-                self.at(self.now + JOIN_S, self._join, None)
+            leaving = [device.number for device in self.cluster.devices if device.there and device.drains]
+            for number in leaving[: order.count]:  # they are there already
+                self.cluster.stays(number)
+            for _ in range(order.count - len(leaving)):
+                self.at(self.now + self._join_s, self._join, None)
         elif isinstance(order, Retire):
             self._paid_s += self._paid_for(self._since.pop(order.device))
             self.devices[order.device].gone = True
@@ -166,7 +170,7 @@ class World:
         if number is None:
             retired = (device.number for device in self.cluster.devices if not device.there and not device.died)
             number = next(retired, len(self.devices))
-            self._since[number] = self.now - JOIN_S
+            self._since[number] = self.now - self._join_s
         fresh = Device(self, number, self._turns())
         if number == len(self.devices):
             self.devices.append(fresh)

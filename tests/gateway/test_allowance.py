@@ -324,6 +324,25 @@ def test_a_gateway_that_can_not_say_that_it_lives_stops_in_time() -> None:
     assert one.holding.lacks(Need(requests=1, tokens=1), one.steady_us + TRUST_US) is None  # taken for good
 
 
+def test_a_stream_is_paid_only_with_money_that_is_surely_ours() -> None:
+    one, store = gateway(), Store()
+    exchange(one, store, Need(1, 500, 1, 1000))
+    ticket = opened(one)
+    ticket.begin(ticket.need(prompt_tokens=1, max_tokens=100))
+    assert ticket.pay(2, one.steady_us + TRUST_US - 1) and not ticket.pay(1, one.steady_us + TRUST_US)
+
+
+def test_who_still_works_for_a_closed_request_gets_nothing() -> None:
+    one, store = gateway(), Store()
+    exchange(one, store, Need(1, 500, 1, 1000))
+    ticket = opened(one)
+    tokens, money = one.holding.tokens, one.holding.money
+    ticket.close(0, 0)
+    ticket.begin(ticket.need(prompt_tokens=1, max_tokens=100))
+    assert not ticket.pay(1, one.steady_us)
+    assert (one.holding.tokens, one.holding.money, one.holding.reserved) == (tokens, money, 0)
+
+
 def test_clocks_that_differ_fill_a_rate_once() -> None:
     store = Store()
     fast, slow = gateway("a", skew_us=3600 * 10**6), gateway("b", skew_us=-3600 * 10**6)

@@ -212,7 +212,7 @@ def test_a_tenants_limits_are_said_changed_and_taken_away(staccato: Staccato) ->
     assert made == {"requests_per_minute": 60, "concurrent_streams": 4, "monthly_budget": budget}
     changed = staccato("tenant", "set", name, "--requests-per-minute", "none", "--tokens-per-minute", "9", "--json")
     assert changed.json["limits"] == {"tokens_per_minute": 9, "concurrent_streams": 4, "monthly_budget": budget}
-    assert "TOKENS/MIN    9" in staccato("tenant", "set", name, "--weight", "2").out
+    assert "TOKENS/MIN     9\n" in staccato("tenant", "set", name, "--weight", "2").out
     assert staccato("tenant", "set", name, "--monthly-budget", "none", "--json").json["weight"] == 2
     for wrong in (("--tokens-per-minute", "many"), ("--tokens-per-minute", "0"), ("--monthly-budget", "-1")):
         assert staccato("tenant", "set", name, *wrong).code == USAGE

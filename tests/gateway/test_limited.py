@@ -218,6 +218,15 @@ async def test_a_prompt_that_the_budget_can_not_pay_is_refused_before_it_begins(
     assert tenant.runtime.runs == []
 
 
+async def test_an_answer_in_one_piece_ends_on_the_runtime_when_its_client_leaves(tenant: Tenant) -> None:
+    asking = asyncio.create_task(tenant.ask(max_tokens=900))
+    await soon(lambda: tenant.runtime.seq > 5)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await soon(lambda: tenant.runtime.cancelled == {run.stream for run in tenant.runtime.runs})
+    assert tenant.runtime.seq < 500
+
+
 async def test_what_a_client_that_left_did_not_get_stays_in_the_budget(tenant: Tenant) -> None:
     await tenant.limited(monthly_budget={"amount": "0.100"})
     asking = asyncio.create_task(tenant.ask(max_tokens=90))  # in one piece: nothing of it is delivered

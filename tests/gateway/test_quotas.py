@@ -55,7 +55,9 @@ async def base(sqlite_url: str) -> AsyncIterator[Database]:
     async with Database.open(sqlite_url) as database:
         async with database.write() as connection:
             now = now_us()
-            await billing.add_price(connection, None, None, "USD", (PRICE, 0, PRICE), now, now)
+            await billing.add_price(
+                connection, None, None, "USD", {"prompt_pico": PRICE, "output_pico": PRICE}, now, now
+            )
         yield database
 
 
@@ -101,6 +103,15 @@ def delivered(admission: Admission, prompt: int, output: int) -> None:
 async def test_a_tenant_without_limits_is_not_counted(nats_server: NatsServer, base: Database) -> None:
     async with gateway(nats_server, base, "a") as one:
         assert await one.admit(caller(Limits()), TARGET) is None
+
+
+async def test_a_limit_of_one_request_needs_no_account(nats_server: NatsServer, base: Database) -> None:
+    limits = Limits(max_output_tokens=5)
+    async with gateway(nats_server, base, "a") as one, Bus.connect(nats_server.url, "eye") as bus:
+        admission = await admitted(one, limits)
+        assert await admission.begin(10, 50) == 5 and admission.pay(5) and admission.headers() == {}
+        admission.close()
+        assert await bus.keys(wire.QUOTAS) == []
 
 
 async def test_two_gateways_together_let_in_what_a_minute_allows(nats_server: NatsServer, base: Database) -> None:
@@ -265,7 +276,7 @@ async def test_a_prompt_that_no_minute_has_room_for_is_refused_for_good(
 
 def budget(tokens: int, currency: str = "USD") -> Limits:
     """For so many tokens at PRICE."""
-    return Limits(monthly_budget=Budget(amount=billing.decimal(tokens * PRICE), currency=currency))
+    return Limits(monthly_budget=Budget(amount=billing.decimal(tokens * PRICE, 12), currency=currency))
 
 
 async def test_a_budget_pays_to_its_last_token_and_then_lets_nobody_in(nats_server: NatsServer, base: Database) -> None:
@@ -287,6 +298,17 @@ async def test_a_budget_pays_to_its_last_token_and_then_lets_nobody_in(nats_serv
         assert (problem.status, problem.code, problem.kind) == (429, "budget_exhausted", "insufficient_quota")
         assert problem.headers["x-should-retry"] == "false"
         assert 0 < int(problem.headers["retry-after"]) <= 31 * 86_400
+
+
+async def test_a_limit_that_is_raised_holds_at_once(nats_server: NatsServer, base: Database) -> None:
+    async with gateway(nats_server, base, "a") as one:
+        await book(base, "t", 1000)
+        assert (await refusal(one, budget(1000))).code == "budget_exhausted"
+        (await admitted(one, budget(1001))).close()
+        first = await admitted(one, Limits(concurrent_streams=1))
+        assert (await refusal(one, Limits(concurrent_streams=1))).kind == "streams"
+        (await admitted(one, Limits(concurrent_streams=2))).close()
+        first.close()
 
 
 async def test_a_budget_is_shared_by_gateways_and_never_exceeded(nats_server: NatsServer, base: Database) -> None:

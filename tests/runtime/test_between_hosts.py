@@ -227,7 +227,8 @@ async def running(hosts: Hosts, url: str) -> AsyncIterator[tuple[Gateway, list[R
         gateway = Gateway(gateways, hosts.builds[0].version)
         await gateway.start()
         await gateways.put(wire.MODELS, "m", hosts.spec)
-        await gateway.until(lambda: all(ready(runtime) for runtime in runtimes))
+        await gateway.until(lambda: all(map(ready, runtimes)) or any(task.done() for task in tasks))
+        assert not [task.result() for task in tasks if task.done()]
         yield gateway, runtimes, stops
         for stop in stops:
             stop.set()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 
 import pytest
 from pydantic import ByteSize
 
+from runtime import node as node_module
 from runtime.config import RuntimeSettings
 from runtime.node import Node
 from store import wire
@@ -120,3 +122,23 @@ async def test_a_drain_waits_until_nobody_reads_what_has_left_any_more(node: Nod
     assert not draining.done()
     del node._migrations._landing["m"]
     await asyncio.wait_for(draining, 5)
+
+
+def test_an_address_that_nobody_can_be_reached_by_is_not_told_to_others() -> None:
+    with pytest.raises(ValueError, match="STACCATO_TRANSPORT_BIND=0.0.0.0 is no address to be reached by"):
+        RuntimeSettings(transport_bind="0.0.0.0").check()
+    RuntimeSettings(transport_bind="0.0.0.0", transport_advertise="gpu7.example.com").check()
+
+
+async def test_a_cancellation_that_is_swallowed_keeps_no_node_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "CANCEL_AGAIN_S", 0.1)
+
+    async def swallows_one() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        await asyncio.sleep(60)
+
+    tasks = [asyncio.create_task(swallows_one()), asyncio.create_task(asyncio.sleep(60))]
+    await asyncio.sleep(0)
+    await asyncio.wait_for(node_module._end(tasks), 5)
+    assert all(task.cancelled() for task in tasks)

@@ -228,6 +228,23 @@ async def test_who_reads_slowly_slows_the_sender_and_who_does_not_read_ends_it(m
         source.drop(blocks, form.bytes)
 
 
+async def test_a_source_that_stops_in_the_middle_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even while its offer stands and its connection is open."""
+    monkeypatch.setattr(transport, "PARCEL_S", 0.2)
+    with host_caches(1) as (target,):
+        async with opened(target) as door:
+            for stop in (0, 7, 8 + SMALL.bytes // 2):
+                arrival = door.expect(bytes(16), SMALL, TOKENS_MOST)
+                reader, writer = await asyncio.open_connection(*transport.split(door.address))
+                writer.write(transport._HELLO.pack(transport._MAGIC, bytes(16)) + transport._BATCH.pack(0, 2))
+                writer.write(bytes(stop))
+                await soon(lambda: target.taken() == 2)
+                await soon(lambda: target.taken() == 0)
+                await asyncio.wait_for(reader.read(), 5)  # to the end
+                writer.close()
+                await door.free(arrival)
+
+
 # ── what the other side does ──────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -326,6 +343,7 @@ async def test_a_key_is_for_one_move_and_for_one_connection() -> None:
                 await thief.carry(1, blocks[1:])
             await path.carry(1, blocks[1:])
             await door.free(arrival)
+            await soon(lambda: not door._serving)  # its connection is closed from this side
             with pytest.raises(NotCarried):
                 await path.carry(2, blocks[:1])
             path.close()

@@ -5,34 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from runtime.costs import ModelCosts, ModelSize, Profile
+from runtime.costs import ModelSize
 from runtime.policy.by_name import POLICIES
 from runtime.policy.dispatch import LeastLoaded
 from runtime.request import Objective
 from runtime.sim.workload import Workload
 from runtime.sim.world import World
-
-PAGE = 1 << 20
-COSTS = ModelCosts(
-    weight_bytes=8 * PAGE,
-    kv_bytes_per_token=PAGE / 64,
-    step_s=0.01,
-    step_s_per_request=0.001,
-    step_s_per_token=0.0,
-    prefill_s=0.01,
-    prefill_s_per_token=0.0005,
-    prefill_s_per_token2=0.0,
-    load_s=0.01,
-    switch_s=0.0,
-    copy_s_per_byte=1e-9,
-)
-
+from tests.sim.small import COSTS, profile
 
 @pytest.mark.parametrize("policy", ["slack", "aegaeon", "request", "resident", "round-robin"])
 def test_requests_that_outgrow_the_pool_step_aside_and_end(policy: str) -> None:
     """Ten prompts of a page each fit beside the weights; with their answers they take five times what there is."""
     count, pages = 10, 8 + 16
-    size = ModelSize("m", COSTS.weight_bytes, COSTS.kv_bytes_per_token, 1e6)
+    size = ModelSize("m0", COSTS.weight_bytes, COSTS.kv_bytes_per_token, 1e6)
     work = Workload(
         models=[size],
         rates=[1.0],
@@ -42,16 +27,6 @@ def test_requests_that_outgrow_the_pool_step_aside_and_end(policy: str) -> None:
         prompt_tokens=np.full(count, 64, np.int32),
         output_tokens=np.full(count, 448, np.int32),
     )
-    profile = Profile(
-        name="small",
-        kind="measured",
-        conditions={},
-        memory_bytes=pages * PAGE,
-        page_bytes=PAGE,
-        batched_tokens=2048,
-        host_bytes_per_s=1e10,
-        models={"m": COSTS},
-    )
-    world = World(work, profile, POLICIES[policy], LeastLoaded(), 1, Objective(), checks=True)
+    world = World(work, profile(pages), POLICIES[policy], LeastLoaded(), 1, Objective(), checks=True)
     world.run(drain_s=300.0)
     assert [request.sent for request in world.requests] == [448] * count

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from runtime.cluster import Rules
-from runtime.costs import ModelCosts, ModelSize, Profile
+from runtime.costs import ModelSize
 from runtime.policy.dispatch import Dispatch, Freest, InTurns, LeastLoaded
 from runtime.policy.scaling import Band
 from runtime.policy.slack import Slack
@@ -14,35 +14,7 @@ from runtime.request import Objective
 from runtime.sim.faults import RESTART_S, SILENT_S, Fault, drawn
 from runtime.sim.workload import Workload
 from runtime.sim.world import World
-
-PAGE = 1 << 20
-COSTS = ModelCosts(
-    weight_bytes=8 * PAGE,
-    kv_bytes_per_token=PAGE / 64,
-    step_s=0.01,
-    step_s_per_request=0.001,
-    step_s_per_token=0.0,
-    prefill_s=0.01,
-    prefill_s_per_token=0.0005,
-    prefill_s_per_token2=0.0,
-    load_s=0.01,
-    switch_s=0.0,
-    copy_s_per_byte=1e-8,
-)
-
-
-def profile(pages: int) -> Profile:
-    return Profile(
-        name="small",
-        kind="measured",
-        conditions={},
-        memory_bytes=pages * PAGE,
-        page_bytes=PAGE,
-        batched_tokens=2048,
-        host_bytes_per_s=1e10,
-        models={f"m{index}": COSTS for index in range(8)},
-    )
-
+from tests.sim.small import COSTS, profile
 
 def work(at_s: list[float], prompts: list[int], outputs: list[int], models: int = 1) -> Workload:
     count = len(at_s)

@@ -55,7 +55,7 @@ async def test_a_right_bill_has_no_flaw_and_says_what_is_to_be_paid(billed: Data
         ("a", {"output_tokens": -1}, "counters", "output_tokens is -1, less than nothing"),
         ("a", {"gpu_us": 3_000_001}, "times", "gpu_us is 3000001 in a request of 2000000 us"),
         ("a", {"ended_us": NOVEMBER_US - 1_000_000}, "times", "it ended 1000000 us before it started"),
-        ("a", {"price_id": None}, "price", "it has the price None, at its start"),
+        ("a", {"price_id": None}, "price", "it has the price None, at its start "),
         ("a", {"started_us": NOVEMBER_US + 31 * DAY_US, "ended_us": 2 * NOVEMBER_US}, "period", "started in 2026-12"),
         ("b", {"prompt_tokens": 9}, "counters", "a prompt of 9 tokens is charged by a later attempt again"),
     ],
