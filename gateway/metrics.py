@@ -1,5 +1,5 @@
-"""The fleet as Prometheus reads it: how many runtimes there are and should be, and how each deployment's requests kept
-their objective, on each runtime.
+"""The fleet as Prometheus reads it: how many runtimes there are and should be, where the time of devices goes, and
+how each deployment's requests kept their objective, on each runtime.
 
 Counters of one runtime, never their sum over runtimes: a counter may only fall when its runtime started anew.
 """
@@ -30,7 +30,31 @@ def registry(fleet: Fleet) -> CollectorRegistry:
     made = CollectorRegistry()
     made.register(_Size(fleet))
     made.register(_Attainment(fleet))
+    made.register(_Time(fleet))
     return made
+
+
+class _Time(Collector):
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        used = CounterMetricFamily(
+            "staccato_device_seconds_used", "Of devices, by whom and what for.", labels=(*_LABELS, "kind")
+        )
+        others = CounterMetricFamily(
+            "staccato_device_seconds_unused", "Of devices, by nobody or the platform.", labels=("runtime", "kind")
+        )
+        for runtime, lease in self._fleet.leases.items():
+            accounts = lease.accounts
+            for label, kinds in sorted(accounts.labels.items()):
+                tenant_id, _, deployment_id = label.partition("/")
+                for kind, us in zip(("step", "switch"), kinds, strict=True):
+                    used.add_metric([runtime, tenant_id, deployment_id, kind], us / 1e6)
+            others.add_metric([runtime, "idle"], accounts.idle_us / 1e6)
+            others.add_metric([runtime, "platform"], accounts.platform_us / 1e6)
+        yield used
+        yield others
 
 
 def unreconciled(made: CollectorRegistry) -> Gauge:

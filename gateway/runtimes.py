@@ -77,6 +77,17 @@ async def _order(fleet: Fleet, subject: str, order: wire.Message) -> None:
         raise Problem(503, "runtime_refused", f"{error}: try again", headers={"retry-after": "2"}) from error
 
 
+def _time(accounts: wire.Accounts) -> dict[str, object]:
+    """Since the device process began; all of it adds up to `wall_us`."""
+    return {
+        "wall_us": accounts.us,
+        "idle_us": accounts.idle_us,
+        "platform_us": accounts.platform_us,
+        "open_us": accounts.open_us,  # of those who wait for their model now
+        "used": {label: {"gpu_us": gpu, "switch_us": switch} for label, (gpu, switch) in accounts.labels.items()},
+    }
+
+
 def _gpu(lease: Lease, users: dict[str, dict[str, str]]) -> dict[str, object]:
     return {
         "id": lease.runtime,
@@ -88,6 +99,7 @@ def _gpu(lease: Lease, users: dict[str, dict[str, str]]) -> dict[str, object]:
         "moved": lease.moved,
         "memory_bytes": lease.pages_total * lease.page_bytes,
         "used_bytes": lease.pages_used * lease.page_bytes,
+        "time": _time(lease.accounts),
         "models": {
             key: {
                 "deployments": sorted(users.get(key, {})),

@@ -7,12 +7,14 @@ blocks are sent, from the memory of one cache into the memory of the other:
       key ─────────────────────────────────▶  was this move offered? if not, nothing more is read or said
       first, count ────────────────────────▶  is there room?
                 ◀─────────────────── Room ──  the numbers that they will have there
-      parcels: number, CRC-32, bytes ──────▶
+      parcels: bytes, CRC-32 ──────────────▶
                 ◀────────────────── Again ──  parcels that came damaged; none: all are there
 
 A connection serves one move. Whatever goes wrong ends it, the request stays with the source, and the target frees what
-it received when it forgets the offer. Who does not know a key, 16 random bytes that the source made for this move and
-told the target over the bus, can make a node read 24 bytes, for 2 s, on few connections at a time.
+it received when it forgets the offer. Bytes are sent, received and summed on threads: tokens must not wait for them.
+
+Who does not know a key, 16 random bytes that the source made for this move and told the target over the bus, can make a
+node read 24 bytes, for 2 s, on few connections at a time.
 """
 
 from __future__ import annotations
@@ -21,24 +23,28 @@ import asyncio
 import contextlib
 import ipaddress
 import secrets
+import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import msgspec
 import structlog
 
-from runtime.memory.hostblocks import HostBlocks, HostBlocksError
+from runtime.memory.hostblocks import CARRYING, HostBlocks, HostBlocksError
 from store.wire import KvForm
 
 log = structlog.get_logger()
 
 KEY_BYTES = 16
-PARCEL_BYTES = 4 << 20  # about; what is summed, and sent again, at a time
-PIECE_BYTES = 1 << 20  # sent or received at a time: then the rest of the node has its turn
+PARCEL_BYTES = 4 << 20  # about; what is sent again at a time
+PIECE_BYTES = 256 << 10  # sent or received at a time, and summed while it is warm
 TRIES = 3  # for a parcel to come as it was sent
 CONNECT_S = 2.0
 HELLO_S = 2.0
@@ -51,7 +57,7 @@ ACCEPT_PAUSE_S = 0.1  # when the machine refuses a connection, for want of descr
 _HELLO = struct.Struct(f"<8s{KEY_BYTES}s")
 _MAGIC = b"stackv 1"
 _BATCH = struct.Struct("<II")  # index of the first block, how many
-_PARCEL = struct.Struct("<II")  # number in its batch, CRC-32
+_SUM = struct.Struct("<I")  # CRC-32
 _LENGTH = struct.Struct("<I")
 
 
@@ -108,6 +114,7 @@ class Tcp:
         self.key = secrets.token_bytes(KEY_BYTES)
         self._blocks, self._address, self._block_bytes = blocks, address, block_bytes
         self._connection: socket.socket | None = None
+        self._sending: Future[None] | None = None
 
     async def carry(self, first: int, blocks: list[int]) -> list[int]:
         if not blocks:
@@ -120,22 +127,27 @@ class Tcp:
             raise NotCarried(f"{len(blocks)} blocks can't be sent to {self._address}: {error}") from error
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        if self._sending is None or self._sending.done():
+            connection.close()
+        else:  # a thread has it: its number may not become another's meanwhile
+            self._sending.add_done_callback(lambda _: connection.close())
+            _break_off(connection)
 
     async def _carry(self, first: int, blocks: list[int]) -> list[int]:
         if self._connection is None:
             self._connection = await self._connected()
         async with asyncio.timeout(ROOM_S):
-            await _put(self._connection, _BATCH.pack(first, len(blocks)))
+            await asyncio.get_running_loop().sock_sendall(self._connection, _BATCH.pack(first, len(blocks)))
             room = await self._answer(len(blocks))
         if not isinstance(room, Room) or len(room.host) != len(blocks):
             raise NotCarried(f"{self._address} says nothing of where {len(blocks)} blocks may be")
         parcels = _parcels(blocks, self._block_bytes)
         wanted = list(range(len(parcels)))
         for _ in range(TRIES):
-            await self._send({number: parcels[number] for number in wanted})
+            await self._send([parcels[number] for number in wanted])
             wanted = await self._damaged(len(parcels))
             if not wanted:
                 return room.host
@@ -151,26 +163,17 @@ class Tcp:
                 connection.setblocking(False)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await loop.sock_connect(connection, at)
-                await _put(connection, _HELLO.pack(_MAGIC, self.key))
+                await loop.sock_sendall(connection, _HELLO.pack(_MAGIC, self.key))
             except BaseException:
                 connection.close()
                 raise
         return connection
 
-    async def _send(self, parcels: dict[int, list[int]]) -> None:
-        """Each is summed while the one before it is on its way."""
+    async def _send(self, parcels: list[list[int]]) -> None:
         assert self._connection is not None
-        views = [await self._blocks.views(blocks, self._block_bytes) for blocks in parcels.values()]
-        summing = asyncio.ensure_future(self._blocks.checksum(views[0]))
-        try:
-            for number, parcel, following in zip(parcels, views, [*views[1:], None], strict=True):
-                sum = await summing
-                if following is not None:
-                    summing = asyncio.ensure_future(self._blocks.checksum(following))
-                async with asyncio.timeout(PARCEL_S):
-                    await _put(self._connection, _PARCEL.pack(number, sum), *parcel)
-        finally:
-            summing.cancel()
+        views = [await self._blocks.views(blocks, self._block_bytes) for blocks in parcels]
+        self._sending = self._blocks.sending(partial(_send_parcels, self._connection, views))
+        await asyncio.wrap_future(self._sending)
 
     async def _damaged(self, parcels: int) -> list[int]:
         async with asyncio.timeout(PARCEL_S):
@@ -203,6 +206,9 @@ class Arrival:
     connection: socket.socket | None = None
     over: bool = False  # nothing more is received
 
+    def heard(self) -> None:
+        self.heard_at = time.monotonic()
+
     def has(self, first: int, host: Sequence[int]) -> bool:
         """Whether the blocks from index `first` on were received, and are there."""
         return self.host[first : first + len(host)] == list(host)
@@ -215,6 +221,7 @@ class Door:
         self._blocks = blocks
         self._expected: dict[bytes, Arrival] = {}
         self._strangers = 0
+        self._slots = asyncio.Semaphore(CARRYING)  # a thread for each batch that is told to come
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
@@ -263,8 +270,7 @@ class Door:
         self._expected.pop(arrival.key, None)
         arrival.over = True
         if arrival.connection is not None:
-            with contextlib.suppress(OSError):  # the other side may have been faster
-                arrival.connection.shutdown(socket.SHUT_RDWR)
+            _break_off(arrival.connection)
 
     async def free(self, arrival: Arrival) -> None:
         """It is over, and nobody reads what was received; again does no harm."""
@@ -330,6 +336,10 @@ class Door:
             had, most = len(arrival.host), arrival.blocks_most
             await _say(connection, No(f"{count} blocks from {first} on: it has {had}, and {most} are the most"))
             return False
+        async with self._slots:
+            return await self._take_in(arrival, connection, count)
+
+    async def _take_in(self, arrival: Arrival, connection: socket.socket, count: int) -> bool:
         try:
             host = await self._blocks.take(count, arrival.form.bytes)
         except HostBlocksError as error:
@@ -355,33 +365,15 @@ class Door:
         parcels = _parcels(host, arrival.form.bytes)
         wanted = list(range(len(parcels)))
         for tries in range(1, TRIES + 1):
-            wanted = await self._receive_parcels(arrival, connection, {number: parcels[number] for number in wanted})
+            views = [await self._blocks.views(parcels[number], arrival.form.bytes) for number in wanted]
+            receiving = self._blocks.receiving(partial(_receive_parcels, connection, views, arrival.heard))
+            wanted = [wanted[place] for place in await asyncio.wrap_future(receiving)]
             if not wanted:
                 return 0
             log.warning("transport.damaged", parcels=len(wanted), of=len(parcels), tries=tries)
             if tries < TRIES:
                 await _say(connection, Again(wanted))
         return len(wanted)
-
-    async def _receive_parcels(
-        self, arrival: Arrival, connection: socket.socket, parcels: dict[int, list[int]]
-    ) -> list[int]:
-        """Those that came damaged. Each is summed while the next is on its way."""
-        summing: dict[int, tuple[int, asyncio.Future[int]]] = {}
-        try:
-            for number, blocks in parcels.items():
-                views = await self._blocks.views(blocks, arrival.form.bytes)
-                async with asyncio.timeout(PARCEL_S):
-                    came, sum = _PARCEL.unpack(await _exactly(connection, _PARCEL.size))
-                    if came != number:
-                        raise EOFError(f"parcel {came} came instead of {number}")
-                    for view in views:
-                        await _fill(connection, view)
-                arrival.heard_at = time.monotonic()
-                summing[number] = sum, asyncio.ensure_future(self._blocks.checksum(views))
-        finally:
-            await asyncio.gather(*(sum for _, sum in summing.values()))  # they read what will be freed
-        return [number for number, (sum, found) in summing.items() if found.result() != sum]
 
 
 # ── bytes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -393,41 +385,89 @@ def _parcels(blocks: list[int], block_bytes: int) -> list[list[int]]:
     return [blocks[first : first + most] for first in range(0, len(blocks), most)]
 
 
-async def _put(connection: socket.socket, *views: bytes | memoryview) -> None:
-    loop = asyncio.get_running_loop()
+def _send_parcels(connection: socket.socket, parcels: Sequence[Sequence[memoryview]]) -> None:
+    """On a thread. Raises OSError."""
+    for views in parcels:
+        sum, deadline = 0, time.monotonic() + PARCEL_S
+        for piece in _pieces(views):
+            sum = zlib.crc32(piece, sum)
+            _send(connection, piece, deadline)
+        _send(connection, memoryview(_SUM.pack(sum)), deadline)
+
+
+def _receive_parcels(
+    connection: socket.socket, parcels: Sequence[Sequence[memoryview]], heard: Callable[[], None]
+) -> list[int]:
+    """On a thread; the places of those that came damaged. Raises OSError, EOFError."""
+    damaged = []
+    for place, views in enumerate(parcels):
+        sum, sent, deadline = 0, memoryview(bytearray(_SUM.size)), time.monotonic() + PARCEL_S
+        for piece in _pieces(views):
+            _receive(connection, piece, deadline)
+            sum = zlib.crc32(piece, sum)
+        _receive(connection, sent, deadline)
+        heard()
+        if _SUM.unpack(sent) != (sum,):
+            damaged.append(place)
+    return damaged
+
+
+def _pieces(views: Sequence[memoryview]) -> Iterator[memoryview]:
     for view in views:
         for first in range(0, len(view), PIECE_BYTES):
-            await loop.sock_sendall(connection, view[first : first + PIECE_BYTES])
-            await asyncio.sleep(0)  # what the kernel takes at once is sent without a pause
+            yield view[first : first + PIECE_BYTES]
+
+
+def _send(connection: socket.socket, view: memoryview, deadline: float) -> None:
+    while view:
+        try:
+            view = view[connection.send(view) :]
+        except BlockingIOError:
+            _wait(connection, select.POLLOUT, deadline)
+
+
+def _receive(connection: socket.socket, view: memoryview, deadline: float) -> None:
+    while view:
+        try:
+            got = connection.recv_into(view)
+        except BlockingIOError:
+            _wait(connection, select.POLLIN, deadline)
+            continue
+        if not got:
+            raise EOFError("the other side closed the connection in the middle of a parcel")
+        view = view[got:]
+
+
+def _wait(connection: socket.socket, event: int, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(connection, event)
+    if not poll.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
+        raise TimeoutError(f"a parcel takes longer than {PARCEL_S:g} s")
+
+
+def _break_off(connection: socket.socket) -> None:
+    """Whoever waits for it goes on."""
+    with contextlib.suppress(OSError):  # the other side may have been faster
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 async def _say(connection: socket.socket, answer: Answer) -> None:
     data = _encoder.encode(answer)
     async with asyncio.timeout(PARCEL_S):
-        await _put(connection, _LENGTH.pack(len(data)) + data)
-
-
-async def _fill(connection: socket.socket, view: memoryview) -> None:
-    """Raises EOFError."""
-    loop = asyncio.get_running_loop()
-    while view:
-        got = await loop.sock_recv_into(connection, view[:PIECE_BYTES])
-        if not got:
-            raise EOFError(f"the other side closed the connection, {len(view)} bytes before it was due")
-        view = view[got:]
-        await asyncio.sleep(0)
+        await asyncio.get_running_loop().sock_sendall(connection, _LENGTH.pack(len(data)) + data)
 
 
 async def _exactly(connection: socket.socket, size: int, or_none: bool = False) -> bytes:
-    """So many bytes; if wanted, none where the connection was closed before the first."""
+    """So many bytes; if wanted, none where the connection was closed before the first. Raises EOFError."""
     data = bytearray(size)
     view = memoryview(data)
-    if or_none:
+    while view:
         got = await asyncio.get_running_loop().sock_recv_into(connection, view)
-        if not got:
+        if not got and or_none and len(view) == size:
             return b""
+        if not got:
+            raise EOFError("the other side closed the connection")
         view = view[got:]
-    await _fill(connection, view)
     return bytes(data)
 
 

@@ -19,6 +19,7 @@ from gateway.cli.output import note, print_json, print_row, print_rows
 usage = typer.Typer(invoke_without_command=True)
 bill = typer.Typer(help="The bill.", no_args_is_help=True)
 
+READING_S_MOST = 1800.0  # for a whole month to be read by the gateway, which says nothing meanwhile
 FIGURES = (
     "requests",
     "prompt_tokens",
@@ -77,8 +78,10 @@ def show(
 @usage.command("verify")
 def verify(period: Period, url: Url = None, key: Key = None, json: Json = False) -> None:
     """Compute the bill of a month again from its rows and prices, and say what is wrong with it."""
-    with connect(url, key) as gateway, gateway.stream("GET", route("usage", verb=":verify"), period=period) as answer:
-        report: Row = json_text.loads(answer.read())
+    with connect(url, key) as gateway:
+        asked = gateway.stream("GET", route("usage", verb=":verify"), None, READING_S_MOST, period=period)
+        with asked as answer:
+            report: Row = json_text.loads(answer.read())
     if json:
         print_json(report)
     else:
@@ -115,7 +118,7 @@ def export(
     kind = Format.jsonl if json else format
     params = {"period": period, "format": kind.value, "detail": detail.value if detail else None, "tenant": tenant}
     with connect(url, key) as gateway:
-        answer = gateway.stream("GET", route("billing", "export"), None, **params)
+        answer = gateway.stream("GET", route("billing", "export"), None, READING_S_MOST, **params)
         with answer as response, _opened(output) as file:
             for chunk in response.iter_bytes():
                 file.write(chunk)

@@ -80,9 +80,11 @@ class Gateway:
         return answer
 
     @contextlib.contextmanager
-    def stream(self, method: str, path: str, body: Row | None = None, **params: str | None) -> Iterator[httpx.Response]:
+    def stream(
+        self, method: str, path: str, body: Row | None = None, silence_s: float = SILENCE_S_MOST, **params: str | None
+    ) -> Iterator[httpx.Response]:
         """An answer as it comes, already checked."""
-        timeout = httpx.Timeout(TIMEOUT_S, read=SILENCE_S_MOST)
+        timeout = httpx.Timeout(TIMEOUT_S, read=silence_s)
         with (
             self._translated(),
             self._http.stream(method, path, json=body, params=_given(params), timeout=timeout) as response,

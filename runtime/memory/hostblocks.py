@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from typing import TypeVar
 
@@ -21,7 +20,7 @@ from runtime.memory.slabs import Slabs
 
 RECEIVED_PART = 4  # of the cache: others' blocks take no more of it
 KEPT_PART = 64  # of the cache, for blocks to come: memory is dear to get
-SUMMING = 2  # threads that check bytes
+CARRYING = 8  # batches in each direction at a time
 
 T = TypeVar("T")
 
@@ -38,7 +37,8 @@ class HostBlocks:
         self._images: Images | None = None
         self._slabs: dict[int, Slabs] = {}  # by bytes of a block
         self._index = ThreadPoolExecutor(1, "host-cache")
-        self._sums = ThreadPoolExecutor(SUMMING, "sums")
+        self._sending = ThreadPoolExecutor(CARRYING, "blocks-out")
+        self._receiving = ThreadPoolExecutor(CARRYING, "blocks-in")
         self.taken_bytes = 0
 
     async def take(self, count: int, block_bytes: int) -> list[int]:
@@ -61,13 +61,18 @@ class HostBlocks:
         except PoolError as error:
             raise HostBlocksError(str(error)) from error
 
-    async def checksum(self, views: Sequence[memoryview]) -> int:
-        """CRC-32 of them all, one after the other."""
-        return await asyncio.get_running_loop().run_in_executor(self._sums, _checksum, views)
+    def sending(self, job: Callable[[], T]) -> Future[T]:
+        """Let a thread do what reads views. The future is done when nothing is read any more."""
+        return self._sending.submit(job)
+
+    def receiving(self, job: Callable[[], T]) -> Future[T]:
+        """Let a thread do what writes to views."""
+        return self._receiving.submit(job)
 
     def close(self) -> None:
         """Everything is given back. No view may be touched any more: that would end the process."""
-        self._sums.shutdown()
+        self._sending.shutdown()
+        self._receiving.shutdown()
         self._index.shutdown()
         if self._images is not None:
             self._images.close()
@@ -101,11 +106,3 @@ class HostBlocks:
     def _free(self, blocks: Sequence[int], block_bytes: int) -> None:
         self.taken_bytes -= len(blocks) * block_bytes
         self._slabs[block_bytes].free(blocks)
-
-
-def _checksum(views: Sequence[memoryview]) -> int:
-    """Lets go of the interpreter lock."""
-    sum = 0
-    for view in views:
-        sum = zlib.crc32(view, sum)
-    return sum

@@ -192,7 +192,10 @@ def helps(source: Load, target: Load, drains: bool, low: float = LOW_STEPS, requ
         return False
     if drains:
         return True
-    given = steps(source.kv_bytes - source.used_bytes + used, source.step_bytes - step, source.busy - busy)
+    left = source.kv_bytes - source.used_bytes + used
+    if left < 0:  # it is short of memory, and by fewer steps the fewer share in that
+        step = 0.0
+    given = steps(left, source.step_bytes - step, source.busy - busy)
     return abs(taken - given) < freeness(target) - freeness(source)
 
 

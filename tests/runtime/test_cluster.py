@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from runtime.cluster import MOVE_S_MOST, STALE, Cluster, Drain, Join, Migrate, Order, Retire, Rules
 from runtime.costs import ModelSize, unknown
@@ -121,6 +122,29 @@ def test_the_freest_is_the_one_whose_batch_goes_on_longest_and_counts_what_it_wa
     told(cluster, load(1, 1.5, 0, requests=0), load(2, 1.5, 0))
     assert cluster.freest(asked(ModelKey("a"), 2), 2.0) == 1  # its report knows of the first one, and it is over
     assert cluster.freest(asked(ModelKey("a"), 3), 9.0) is None  # nobody has reported lately
+
+
+def test_a_queue_counts_where_the_next_one_goes() -> None:
+    """The first of it alone would have room."""
+    queue = replace(load(0, 1.0, 300), queued_bytes=500)
+    cluster = told(Cluster(2, MODELS, ONE_BY_ONE), queue, load(1, 1.0, 400))
+    assert cluster.freest(asked(ModelKey("a"), 1), 1.0) == 1
+
+
+def test_who_was_to_leave_and_stays_takes_requests_again() -> None:
+    cluster = Cluster(2, MODELS, Rules(band=Band(1, 4)))
+    cluster.assigned(asked(ModelKey("a"), 1), 1)
+    cluster.leaves(1)
+    assert cluster.cheapest(ModelKey("b"), 0.0, 0.0) == 0
+    orders = []
+    for second in range(3):
+        told(cluster, load(0, second, 1000), load(1, second, 10, requests=1))
+        orders += cluster.tick(second)
+    assert orders == [Join(1)]
+    cluster.stays(1)
+    assert (cluster.where, cluster.wanted) == ({ModelKey("a"): 1}, 2)
+    cluster.assigned(asked(ModelKey("a"), 2), 0)
+    assert cluster.cheapest(ModelKey("b"), 0.0, 0.0) == 0
 
 
 def test_devices_join_drain_and_retire_when_nothing_is_left_on_them() -> None:

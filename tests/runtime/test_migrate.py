@@ -364,7 +364,7 @@ async def test_who_ends_while_its_last_blocks_are_carried_is_not_handed_over(
 
 # ── between hosts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-HELLO, BLOCK = 24, 8 + 8 + FORM.bytes  # bytes: of a connection, of a batch of one block
+HELLO, BLOCK = 24, 8 + FORM.bytes + 4  # bytes: of a connection, of a batch of one block
 ROOM = len(transport._encoder.encode(transport.Room([1]))) + 4
 
 

@@ -41,6 +41,7 @@ def load(device: int, used_gb: float, running: int = 4, gb: float = 10.0, busy: 
 def test_of_those_that_wait_only_the_first_uses_what_it_waits_for() -> None:
     told = load_of(0, 0.0, 10 * GB, [usage("a", 3), usage("b", 8, waits=True), usage("c", 5, waits=True)], {}, {})
     assert (told.used_bytes, told.running, told.waiting) == (11 * GB, 1, 2)
+    assert told.queued_bytes == 5 * GB
     assert freeness(told) == -1 * GB / 2e6  # it counts to the batch too
 
 
@@ -93,6 +94,24 @@ def test_the_only_request_of_a_device_does_not_change_places() -> None:
     assert helps(load(0, 10.0, running=1), load(1, 0.0, running=0, gb=20), drains=True)
 
 
+def test_what_can_go_counts_and_not_what_a_mean_request_would_be() -> None:
+    """A long prompt waits for room, and a short one behind it for nothing but that."""
+    usages = [usage("a", 4), usage("b", 4), usage("c", 5, waits=True), usage("d", 0.1, waits=True)]
+    source = load_of(0, 0.0, 10 * GB, usages, {}, {})
+    target = load(1, 7.0)
+    assert not helps(source, target, drains=False)
+    assert pairs([source, target], NOBODY) == [(0, 1)]
+    on_its_way = [replace(each, moves=True) for each in usages[2:]]
+    assert load_of(0, 0.0, 10 * GB, [*usages[:2], *on_its_way], {}, {}).least_bytes == 4 * GB
+    assert pick(usages, 3 * GB) == usages[3]
+
+
+def test_a_target_that_cannot_take_what_the_fullest_has_is_the_next_ones() -> None:
+    fullest, next_one, target = load(0, 19.0, running=2), load(1, 10.0, waiting=1), load(2, 6.0)
+    assert pairs([fullest, target], NOBODY) == []
+    assert pairs([fullest, next_one, target], NOBODY) == [(1, 2)]
+
+
 LOADS = st.lists(
     st.builds(
         lambda used, running, busy, waiting: (used, running, busy, waiting),
@@ -131,6 +150,26 @@ def test_moved_as_paired_again_and_again_it_comes_to_rest(loads: list[Load]) -> 
         for source, target in found:
             loads[source], loads[target] = moved(loads[source], loads[target])
     raise AssertionError(f"still moving: {[freeness(each) for each in loads]}")
+
+
+@given(st.lists(st.lists(st.floats(0.01, 6), max_size=8), min_size=2, max_size=5))
+def test_requests_moved_one_by_one_come_to_rest(devices: list[list[float]]) -> None:
+    """Nor do requests of any sizes, each with its own."""
+    names = iter(range(100))
+    there = [[usage(f"{next(names)}", gb) for gb in sizes] for sizes in devices]
+    for _ in range(400):
+        loads = [load_of(number, 0.0, 10 * GB, usages, {}, {}) for number, usages in enumerate(there)]
+        goes = []
+        for source, target in pairs(loads, NOBODY):
+            chosen = pick(there[source], loads[target].kv_bytes - loads[target].used_bytes)
+            if chosen and helps(loads[source], loads[target], drains=False, request_bytes=chosen.kv_bytes):
+                goes.append((source, target, chosen))
+        if not goes:
+            return
+        for source, target, chosen in goes:
+            there[source].remove(chosen)
+            there[target].append(chosen)
+    raise AssertionError(f"still moving: {[[each.kv_bytes for each in usages] for usages in there]}")
 
 
 def moved(source: Load, target: Load) -> tuple[Load, Load]:

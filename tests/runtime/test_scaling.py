@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from runtime.policy.migration import Load
 from runtime.policy.scaling import NOTHING, Band, Change, Scaling
@@ -45,6 +46,18 @@ def test_as_many_join_as_are_short_but_no_more_than_there_may_be() -> None:
 
 def test_who_is_asked_for_and_not_there_yet_is_not_asked_for_again() -> None:
     assert checked(Scaling(BAND), fleet([0, 1], 20.5, 20), 20, joining=1) == []
+
+
+def test_all_who_wait_count_and_not_only_the_first_of_each_device() -> None:
+    loads = [replace(each, waiting=4, queued_bytes=15 * GB) for each in fleet([0, 1], 20.0, 20)]
+    assert checked(Scaling(BAND), loads, 3) == [Change(join=4)]
+
+
+def test_to_join_nobody_waits_for_the_last_change() -> None:
+    scaling = Scaling(BAND)
+    assert checked(scaling, fleet([0, 1, 2], 1.0, 3), 6) == [Change(leave=(2,))]
+    assert checked(scaling, fleet([0, 1], 20.0, 20), 3, began=106.0) == [Change(join=1)]
+    assert checked(scaling, fleet([0, 1], 40.0, 20), 3, joining=1, began=109.0) == [Change(join=2)]
 
 
 def test_the_one_with_the_fewest_requests_leaves_when_the_others_suffice() -> None:

@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -138,27 +139,25 @@ async def _carry_all(path: Tcp, blocks: list[int], there: list[int]) -> None:
         there += await path.carry(first, blocks[first : first + 4])
 
 
-HEADERS = 24 + 8 + 8  # of a connection, its first batch, and that one's first parcel
+HEADERS = 24 + 8  # bytes: of a connection, and of its first batch
 
 
 @pytest.mark.parametrize(("times", "arrives"), [(1, True), (2, True), (3, False)])
 async def test_what_comes_damaged_is_sent_again_and_at_last_refused(
     monkeypatch: pytest.MonkeyPatch, times: int, arrives: bool
 ) -> None:
-    """The bytes that are sent again pass the network a parcel and its header later."""
+    send, damaged = transport._send, []
+
+    def damaging(connection: socket.socket, view: memoryview, deadline: float) -> None:
+        """After it was summed."""
+        if len(view) > transport._SUM.size and len(damaged) < times:
+            damaged.append(view)
+            view = memoryview(bytes([*view[:7], view[7] ^ 1, *view[8:]]))
+        send(connection, view, deadline)
+
+    monkeypatch.setattr(transport, "_send", damaging)
     with host_caches() as (source, target):
-        rng = random.Random(1)
-        blocks = source.put(4, SMALL.bytes, rng)
-        before = target.blocks.checksum
-        damaged = []
-
-        async def damaging(views: Any) -> int:
-            if len(damaged) < times:
-                damaged.append(views[0])
-                views[0][7] ^= 1
-            return await before(views)
-
-        monkeypatch.setattr(target.blocks, "checksum", damaging)
+        blocks = source.put(1, SMALL.bytes, random.Random(1))
         async with opened(target) as door:
             path = Tcp(source.blocks, door.address, SMALL.bytes)
             arrival = door.expect(path.key, SMALL, TOKENS_MOST)
@@ -201,20 +200,20 @@ async def test_who_reads_slowly_slows_the_sender_and_who_does_not_read_ends_it(m
     form = KvForm(16, 1 << 20, "any")
     with host_caches() as (source, target):
         blocks = source.put(12, form.bytes, random.Random(1))
-        before = transport._fill
+        receive = transport._receive
 
-        async def slowly(connection: socket.socket, view: memoryview) -> None:
-            await asyncio.sleep(0.02 if len(view) == form.bytes else 0)
-            await before(connection, view)
+        def slowly(connection: socket.socket, view: memoryview, deadline: float) -> None:
+            time.sleep(0.005)
+            receive(connection, view, deadline)
 
         monkeypatch.setattr(transport, "PARCEL_BYTES", form.bytes)
+        monkeypatch.setattr(transport, "_receive", slowly)
         async with opened(target) as door:
             path = Tcp(source.blocks, door.address, form.bytes)
             arrival = door.expect(path.key, form, TOKENS_MOST)
-            monkeypatch.setattr(transport, "_fill", slowly)
             started = time.monotonic()
             await path.carry(0, blocks)
-            assert time.monotonic() - started > 12 * 0.02
+            assert time.monotonic() - started > 12 * 4 * 0.005
             path.close()
             await door.free(arrival)
 
@@ -395,7 +394,7 @@ async def test_what_is_over_while_it_is_received_is_freed(monkeypatch: pytest.Mo
     with host_caches() as (source, target):
         blocks = source.put(4, SMALL.bytes, random.Random(1))
         async with opened(target) as door:
-            for step in ("take", "views", "checksum"):
+            for step in ("take", "views", "receiving"):
                 path = Tcp(source.blocks, door.address, SMALL.bytes)
                 arrival = door.expect(path.key, SMALL, TOKENS_MOST)
                 monkeypatch.setattr(target.blocks, step, _ending(door, arrival, getattr(target.blocks, step)))
@@ -409,12 +408,43 @@ async def test_what_is_over_while_it_is_received_is_freed(monkeypatch: pytest.Mo
 
 
 def _ending(door: Door, arrival: Arrival, step: Callable[..., Any]) -> Callable[..., Any]:
-    async def ended(*arguments: Any) -> Any:
-        result = await step(*arguments)
-        await door.free(arrival)
-        return result
+    def ended(*arguments: Any) -> Any:
+        door.end(arrival)
+        return step(*arguments)
 
     return ended
+
+
+async def test_a_move_that_is_broken_off_lets_go_of_its_socket_when_nobody_writes_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its number could be another's by then."""
+    begun, go_on, send = threading.Event(), threading.Event(), transport._send
+
+    def waiting(connection: socket.socket, view: memoryview, deadline: float) -> None:
+        begun.set()
+        go_on.wait(5)
+        send(connection, view, deadline)
+
+    monkeypatch.setattr(transport, "_send", waiting)
+    with host_caches() as (source, target):
+        blocks = source.put(1, SMALL.bytes, random.Random(1))
+        async with opened(target) as door:
+            path = Tcp(source.blocks, door.address, SMALL.bytes)
+            arrival = door.expect(path.key, SMALL, TOKENS_MOST)
+            carrying = asyncio.ensure_future(path.carry(0, blocks))
+            await soon(begun.is_set)
+            connection = path._connection
+            assert connection is not None
+            carrying.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await carrying
+            path.close()
+            assert connection.fileno() >= 0
+            go_on.set()
+            await soon(lambda: connection.fileno() < 0)
+            await door.free(arrival)
+        source.drop(blocks, SMALL.bytes)
 
 
 async def test_an_address_that_can_not_be_had_is_said() -> None:

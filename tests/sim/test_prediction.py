@@ -13,6 +13,7 @@ from runtime.sim.workload import Workload
 from runtime.sim.world import World
 from tests.sim.small import COSTS, profile
 
+
 @pytest.mark.parametrize("policy", ["slack", "aegaeon", "request", "resident", "round-robin"])
 def test_requests_that_outgrow_the_pool_step_aside_and_end(policy: str) -> None:
     """Ten prompts of a page each fit beside the weights; with their answers they take five times what there is."""

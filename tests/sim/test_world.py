@@ -10,11 +10,12 @@ from runtime.costs import ModelSize
 from runtime.policy.dispatch import Dispatch, Freest, InTurns, LeastLoaded
 from runtime.policy.scaling import Band
 from runtime.policy.slack import Slack
-from runtime.request import Objective
+from runtime.request import ModelKey, Objective, Request, request_id
 from runtime.sim.faults import RESTART_S, SILENT_S, Fault, drawn
 from runtime.sim.workload import Workload
-from runtime.sim.world import World
+from runtime.sim.world import JOIN_S, World
 from tests.sim.small import COSTS, profile
+
 
 def work(at_s: list[float], prompts: list[int], outputs: list[int], models: int = 1) -> Workload:
     count = len(at_s)
@@ -148,6 +149,25 @@ def test_a_fleet_grows_and_shrinks_with_its_load_and_is_paid_for_as_long_as_it_i
     assert sum(device.there for device in world.cluster.devices) == 1
     hours = world.result(0.0).gpu_hours
     assert workload.duration_s / 3600 < hours < len(world.devices) * workload.duration_s / 3600
+
+
+def test_who_is_leaving_is_called_back_before_another_is_waited_for() -> None:
+    """Of three long ones the device with one was to leave; then more come than the other has room for."""
+    first, second, third = [0.0, 0.1, 0.2], [20.0] * 8, [26.0] * 4
+    workload = work([*first, *second, *third], [*[8] * 3, *[400] * 12], [*[2500] * 3, *[100] * 12])
+    world = fleet(workload, 2, InTurns(), 100, Rules(whole=False, band=Band(1, 6)))
+    assert made(world) == workload.output_tokens.tolist()
+    assert len(world.devices) == 2
+    assert all(request.progress.first_at - 26.0 < JOIN_S / 2 for request in world.requests[-4:])
+
+
+def test_who_waits_is_named_in_the_order_in_which_they_came() -> None:
+    world = World(work([0.0], [8], [2]), profile(24), Slack, InTurns(), 1, Objective())
+    for stream, at_s in enumerate((3.0, 1.0, 2.0)):
+        world.devices[0].arrive(
+            Request(request_id("", stream), "", stream, ModelKey("m0"), b"", at_s, 8, 2, Objective(), ModelKey("m0"))
+        )
+    assert [usage.request for usage in world.devices[0].usages()] == [request_id("", each) for each in (1, 2, 0)]
 
 
 def test_without_changes_all_devices_are_paid_for() -> None:
