@@ -33,13 +33,13 @@ def booked(platform: Platform, tenant: str) -> tuple[int, int]:
 async def test_who_used_the_device_is_charged_for_what_it_used(platform: Platform) -> None:
     await asyncio.to_thread(platform.until, lambda: device_time(platform)["open_us"] == 0)
     used_before, booked_before = used(platform, "acme"), booked(platform, "acme")
-    client = platform.async_client("acme")
+    async with platform.async_client("acme") as client:
 
-    async def ask(model: str, tokens: int) -> None:
-        prompt = list(range(5, 5 + tokens))
-        await client.completions.create(model=model, prompt=prompt, max_tokens=tokens, temperature=0)
+        async def ask(model: str, tokens: int) -> None:
+            prompt = list(range(5, 5 + tokens))
+            await client.completions.create(model=model, prompt=prompt, max_tokens=tokens, temperature=0)
 
-    await asyncio.gather(*(ask(model, tokens) for model in ("faq", "poet", "weather") for tokens in (8, 40, 90)))
+        await asyncio.gather(*(ask(model, tokens) for model in ("faq", "poet", "weather") for tokens in (8, 40, 90)))
 
     def charged() -> bool:
         device = [now - before for now, before in zip(used(platform, "acme"), used_before, strict=True)]

@@ -78,7 +78,7 @@ async def test_a_time_within_a_bucket_counts_from_there(used: Plane) -> None:
 
 async def test_groups_and_filters_are_told_apart(used: Plane) -> None:
     own = await client(used)
-    acme = (await used.admin.get("/tenants/acme")).json()["id"]
+    acme, other = [(await used.admin.get(f"/tenants/{name}")).json()["id"] for name in ("acme", "other")]
     query = {"end_time": START_S + 86_400, "group_by[]": ["model", "project_id", "user_id"]}
     (result,) = (await asked(own, **query)).data[0].results
     assert (result.model, result.project_id, result.user_id, result.num_model_requests) == ("chat", acme, None, 3)
@@ -87,7 +87,8 @@ async def test_groups_and_filters_are_told_apart(used: Plane) -> None:
         ({"models[]": ["poet", "chat"]}, 3),
         ({"models": "poet"}, 0),
         ({"api_key_ids": "k"}, 3),
-        ({"project_ids": "somebody-else"}, 0),
+        ({"project_ids[]": [acme, other]}, 3),
+        ({"project_ids": other}, 0),
         ({"user_ids": "u"}, 0),
         ({"batch": "true"}, 0),
         ({"batch": "false"}, 3),
