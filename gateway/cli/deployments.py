@@ -90,6 +90,7 @@ def deploy(
     idle: Annotated[
         str, typer.Option(help="Asleep without requests: auto (when others need its memory), never, or after as 30s.")
     ] = "auto",
+    max_replicas: Annotated[int | None, typer.Option(min=1, help="Runtimes that host it; all unless said.")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together.")] = None,
     tool_parser: Annotated[str | None, typer.Option(help="vLLM's name of the tool call format, as hermes.")] = None,
     wait: Annotated[bool, typer.Option(help="Until it serves.")] = True,
@@ -106,7 +107,7 @@ def deploy(
         "max_model_len": max_model_len,
         "slo": {name: ms for name, ms in (("ttft_ms", ttft), ("tbt_ms", tbt)) if ms is not None},
         "priority": priority.value,
-        "scaling": {"idle": idle},
+        "scaling": {"idle": idle, "max_replicas": max_replicas},
         "tool_parser": tool_parser,
     }
     with connect(url, key) as gateway:

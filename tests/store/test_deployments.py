@@ -48,6 +48,12 @@ def test_an_engine_is_another_when_a_setting_that_it_is_built_with_is() -> None:
     assert len({engine_of(spec, MODEL).key for spec in [SPEC, *other]}) == 5
 
 
+def test_a_limit_of_replicas_makes_another_engine_and_is_known_to_runtimes() -> None:
+    limited = engine_of(Spec(model="llama", scaling=Scaling(max_replicas=2)), MODEL)
+    assert (engine_of(SPEC, MODEL).replicas, limited.replicas) == (0, 2)
+    assert limited.key != engine_of(SPEC, MODEL).key
+
+
 def test_equal_files_in_another_folder_are_another_engine() -> None:
     assert engine_of(SPEC, MODEL).key != engine_of(SPEC, replace(MODEL, path="/elsewhere")).key
 
