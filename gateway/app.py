@@ -69,7 +69,7 @@ async def assembled(settings: Settings) -> AsyncIterator[Gateway]:
         control = Control(database, auth, fleet, engines, tuple(settings.model_roots))
         quotas = Quotas(bus, database, gateway_id)
         bounds = Bounds(settings.body_limit_bytes, settings.body_deadline_s, settings.hold_deadline_s)
-        fronts = Fronts(Deps(relay, fleet, meter, gateway_id))
+        fronts = Fronts(Deps(relay, fleet, meter, gateway_id, settings.resume_deadline_s))
         inference = Inference(auth, fleet, fronts, meter, quotas, bounds, secret)
         await fleet.start()
         await relay.start()

@@ -52,6 +52,7 @@ class Settings(BaseSettings):
     header_deadline_s: float = Field(10.0, gt=0)
     body_deadline_s: float = Field(30.0, gt=0)
     hold_deadline_s: float = Field(60.0, gt=0)  # longest wait for a model that wakes
+    resume_deadline_s: float = Field(60.0, gt=0)  # longest wait of a stream whose runtime died for another one
 
     @field_validator("data")
     @classmethod

@@ -25,7 +25,6 @@ from store.wire import Delta, Finish, Refusal
 log = structlog.get_logger()
 
 HOLD_POLL_S = 0.5
-RESUME_S = 60.0  # the longest that a request goes without a runtime or a token after it lost its runtime
 
 
 class Unserved(Exception):
@@ -79,8 +78,9 @@ class Open:
 class Dispatcher:
     """The requests of one taker. A sink of the relay."""
 
-    def __init__(self, relay: Relay, fleet: Fleet, taker: Taker) -> None:
-        self._relay, self._fleet, self._taker = relay, fleet, taker
+    def __init__(self, relay: Relay, fleet: Fleet, taker: Taker, resume_s: float) -> None:
+        """`resume_s`: the longest that a request goes without a token after it lost its runtime."""
+        self._relay, self._fleet, self._taker, self._resume_s = relay, fleet, taker, resume_s
         self._open: dict[str, Open] = {}
         self._by_stream: dict[int, Open] = {}
 
@@ -160,7 +160,7 @@ class Dispatcher:
         assert request.stalled_at is not None
         avoid, request.run = {request.runtime}, wire.replace(request.run, attempt=request.run.attempt + 1)
         try:
-            await self._place(request, request.stalled_at + RESUME_S, avoid)
+            await self._place(request, request.stalled_at + self._resume_s, avoid)
         except (Unserved, TooLarge, Refused) as error:
             self._fail(request, str(error))
             return

@@ -128,6 +128,7 @@ class Deps:
     fleet: Fleet
     meter: Meter
     gateway: str
+    resume_s: float
 
 
 # ── the engine core that is elsewhere ─────────────────────────────────────────────────────────────────────────────────
@@ -147,7 +148,7 @@ class BusCore:
         self._deps, self._model = deps, model
         self._engine = check_version()
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()  # drained every loop turn by output_handler
-        self._dispatcher = Dispatcher(deps.relay, deps.fleet, self)
+        self._dispatcher = Dispatcher(deps.relay, deps.fleet, self, deps.resume_s)
         self._paying: dict[str, Admission] = {}  # by request: those whose tenants have limits
         self._costs: dict[str, Cost] = {}  # by request
         self._cancelling: set[asyncio.Task[None]] = set()

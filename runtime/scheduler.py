@@ -82,8 +82,10 @@ class Fleet:
         device, before = self.cluster.devices[known], self._leases.get(id)
         anew = before is not None and before.epoch != lease.epoch
         takes_again = before is not None and before.draining and not lease.draining
-        if device.there and (anew or takes_again):
+        if device.there and anew:
             self.cluster.died(known)
+        elif device.drains and device.there and takes_again:
+            self.cluster.stays(known)
         if lease.draining:
             self.draining.add(id)
         elif anew or takes_again:

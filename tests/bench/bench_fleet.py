@@ -249,27 +249,36 @@ def show_scale(part: str, results: Mapping[Run, Result], points: Sequence[float]
     for low in points:
         for variant in SCALES:
             _line(f"{part}, from {low:g}", variant, [results[Run(part, variant, low, seed)] for seed in seeds])
-    for p99_s in (2.5, 5.0, 10.0, 20.0, 40.0):
-        hours = {
-            variant: [_hours([results[Run(part, variant, low, seed)] for low in points], p99_s) for seed in seeds]
-            for variant in SCALES
-        }
-        for variant in ("moving", "moving, at once"):
-            saved = [1 - less / freest for freest, less in zip(hours["freest"], hours[variant], strict=True)]
-            known = [share for share in saved if np.isfinite(share)]
-            told = f"{_range(known)}, known of {len(known)} seeds" if known else "not known"
-            print(f"  GPU-hours saved at a P99 of {p99_s:g} s, {variant}: {told}")
+    for name, measure, limits in EQUAL:
+        for limit in limits:
+            hours = {
+                variant: [
+                    _hours([results[Run(part, variant, low, seed)] for low in points], measure, limit) for seed in seeds
+                ]
+                for variant in SCALES
+            }
+            for variant in ("moving", "moving, at once"):
+                saved = [1 - less / freest for freest, less in zip(hours["freest"], hours[variant], strict=True)]
+                known = [share for share in saved if np.isfinite(share)]
+                told = f"{_range(known)}, known of {len(known)} seeds" if known else "not known"
+                print(f"  GPU-hours saved at {name} of {limit:g}, {variant}: {told}")
 
 
-def _hours(results: Sequence[Result], p99_s: float) -> float:
-    """The fewest with a P99 of at most that, interpolated between the bands that no other one beats; nothing is known
-    where no band is as fast."""
+def _hours(results: Sequence[Result], measure: Callable[[Result], float], limit: float) -> float:
+    """The fewest at which the measure is at most that, interpolated between the bands that no other one beats; nothing
+    is known where no band is as good."""
     best: list[tuple[float, float]] = []
-    for wait, hours in sorted((np.log(result.ttft_p99_s), result.gpu_hours) for result in results):
+    for measured, hours in sorted((np.log(measure(result)), result.gpu_hours) for result in results):
         if not best or hours < best[-1][1]:
-            best.append((wait, hours))
-    waits, fewest = zip(*best, strict=True)
-    return float(np.interp(np.log(p99_s), waits, fewest, left=np.nan))
+            best.append((measured, hours))
+    logs, fewest = zip(*best, strict=True)
+    return float(np.interp(np.log(limit), logs, fewest, left=np.nan))
+
+
+EQUAL: Sequence[tuple[str, Callable[[Result], float], Sequence[float]]] = (
+    ("a P99 in seconds", lambda result: result.ttft_p99_s, (2.5, 5.0, 10.0, 20.0, 40.0)),
+    ("a share of late tokens", lambda result: max(1e-6, 1 - result.token_attainment), (0.03, 0.02, 0.01)),
+)
 
 
 def show_fleet(results: Mapping[Run, Result], points: Sequence[float], seeds: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ ARCHITECTURES = ("llama", "qwen3", "opt")
 RUNTIMES = 3
 TOKENS = 240
 EACH = 4  # streams of every model
-SILENCE_MOST_S = 90.0  # all runtimes may be on their way back at once, on two cores
+SILENCE_MOST_S = 240.0
 
 
 @dataclass
@@ -41,6 +41,8 @@ class Fleet:
     @contextlib.contextmanager
     def running(cls, folder: Path, models: int, *arguments: str, runtimes: int = RUNTIMES) -> Iterator[Fleet]:
         settings = {"STACCATO_DRAIN_S": "1", "STACCATO_HANG_S": "4"}
+        # All runtimes may be on their way back at once, and a loaded machine takes a minute to start one.
+        settings |= {"STACCATO_HOLD_DEADLINE_S": f"{SILENCE_MOST_S}", "STACCATO_RESUME_DEADLINE_S": f"{SILENCE_MOST_S}"}
         fleet = cls(Platform(folder / "data", free_port(), settings))
         try:
             fleet.platform.start("--runtimes", str(runtimes), *arguments)

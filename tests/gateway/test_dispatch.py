@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway import dispatch as dispatch_module
 from gateway.dispatch import Dispatcher, Unserved
 from gateway.relay import Relay
 from store import wire
@@ -49,7 +48,7 @@ class Runtimes:
 
     def __init__(self, plane: Plane, relay: Relay, buses: list[Bus]) -> None:
         self.plane, self.taken = plane, Taken()
-        self.dispatcher = Dispatcher(relay, plane.fleet, self.taken)
+        self.dispatcher = Dispatcher(relay, plane.fleet, self.taken, 60.0)
         self.all = {id: ScriptedRuntime(bus, epoch=1, id=id) for id, bus in zip(("r1", "r2"), buses, strict=True)}
 
     async def say(self, **running: int) -> None:
@@ -199,10 +198,8 @@ async def test_who_is_cancelled_while_it_waits_for_another_runtime_is_gone(two: 
     assert len(two.all["r1"].runs) == 1 and not two.taken.errors and not two.taken.ended
 
 
-async def test_who_finds_no_other_runtime_in_its_time_ends_with_the_reason(
-    two: Runtimes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatch_module, "RESUME_S", 0.7)
+async def test_who_finds_no_other_runtime_in_its_time_ends_with_the_reason(two: Runtimes) -> None:
+    two.dispatcher._resume_s = 0.7
     await two.say(r1=0)
     await two.submit()
     first = await two.taken_by("r1")
