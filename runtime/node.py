@@ -15,7 +15,6 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import structlog
 import uvloop
@@ -30,7 +29,7 @@ from runtime.ring import Ring
 from runtime.stepping import Stepping
 from runtime.transport import Door
 from store import observe, wire
-from store.bus import Bus, BusError
+from store.bus import Bus, BusError, ended
 from store.wire import Delta, Finish, Refusal, Residency, Role
 
 log = structlog.get_logger()
@@ -41,7 +40,6 @@ GATEWAY_SILENCE_S = 2.0  # then its streams are cancelled
 STREAMS_MOST = 4096  # open at once; more are refused as BUSY
 HAND_ON_PAUSE_S = 0.25  # between two tries to hand a stream on
 RESTART_PAUSE_S = 0.2
-CANCEL_AGAIN_S = 5.0
 RING_KEPT_S = 60.0  # after the gateway's last sign
 
 
@@ -71,7 +69,8 @@ class Node:
         self._process: asyncio.subprocess.Process | None = None  # of the device, the last that was started
         self._engine, self.life = "", 0  # what the device process said of itself
         self._draining = False  # to end
-        self._held: asyncio.Task[None] | None = None  # draining, but not to end: its streams go on elsewhere
+        self._held = False  # draining, but not to end
+        self._emptying: asyncio.Task[None] | None = None  # its streams go on elsewhere
         self._held_by = 0  # the term of the scheduler that said so; 0: an operator
         self._role = settings.role
         self._term = 0  # of the scheduler that was heard last
@@ -110,7 +109,7 @@ class Node:
         stopped = asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
         await self._drain()
-        await _end([stopped, *tasks])
+        await ended(stopped, *tasks)
         await self.door.close()
         self.blocks.close()
         with contextlib.suppress(BusError):
@@ -120,12 +119,12 @@ class Node:
 
     async def _drain(self) -> None:
         self._draining = True
-        self._lease_due.set()
+        self._empty()
         deadline = time.monotonic() + self._settings.drain_s
-        moving = self._migrations.spawn(self._move_all())
         while (self._open_streams() or self._migrations.landing) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        moving.cancel()
+        if self._emptying:
+            await ended(self._emptying)
         await self._lose_all("the runtime is shutting down")
         if self._device:
             self._device.send(pipe.Quit())
@@ -217,8 +216,7 @@ class Node:
         now = time.monotonic()
         wanted = self._hosting.hosted(self._peers.there(now), now)
         for key, spec in wanted.items():
-            if task := self._leaving.pop(key, None):
-                task.cancel()
+            self._leaving.pop(key, None)  # it stays after all
             if spec != self._hosted.get(key):
                 self._hosted[key] = spec
                 if self._device:
@@ -228,17 +226,19 @@ class Node:
             self._lease_due.set()
 
     async def _leave(self, model: str) -> None:
-        """Its streams go on elsewhere, or end here; then it goes."""
-        while any(
-            stream.run.model == model for gateway in self._gateways.values() for stream in gateway.streams.values()
-        ):
+        """Its streams go on elsewhere, or end here; then it goes, unless it is to stay after all."""
+        leaves = asyncio.current_task()
+        while self._leaving.get(model) is leaves:
+            if not any(
+                stream.run.model == model for known in self._gateways.values() for stream in known.streams.values()
+            ):
+                log.info("node.left_model", model=model)
+                self._withdraw(model)
+                return
             await self._move_off_all(model)
-        log.info("node.left_model", model=model)
-        self._withdraw(model)
 
     def _withdraw(self, model: str) -> None:
-        if task := self._leaving.pop(model, None):
-            task.cancel()
+        self._leaving.pop(model, None)
         del self._hosted[model]
         if self._device:
             self._device.send(pipe.Withdraw(model))
@@ -299,14 +299,15 @@ class Node:
         if self._held and not self._held_by and drain.term:
             reason = f"runtime {self.id} drains by an operator's word"
             return wire.Reply(refusal=Refusal.DRAINING, reason=reason)
-        if drain.on:
-            self._held_by = drain.term
-            self._held = self._held or self._migrations.spawn(self._move_all())
-        elif self._held:
-            self._held.cancel()
-            self._held = None
-        self._lease_due.set()
+        self._held, self._held_by = drain.on, drain.term
+        self._empty()
         return wire.Reply()
+
+    def _empty(self) -> None:
+        """As long as it drains."""
+        self._lease_due.set()
+        if self._emptying is None or self._emptying.done():
+            self._emptying = self._migrations.spawn(self._move_all())
 
     def _movable(self, model: str = "") -> list[tuple[str, int]]:
         """Those that wait least for others first, the shortest of them first."""
@@ -330,8 +331,8 @@ class Node:
                     self._device.send(pipe.Stop(gateway, [number]))
 
     async def _move_all(self) -> None:
-        """To whoever can take them, until none is left; those that can't move just now are tried again."""
-        while True:
+        """To whoever can take them, as long as it drains; those that can't move just now are tried again."""
+        while self._draining or self._held:
             await self._move_off_all()
 
     async def _move_off_all(self, model: str = "") -> None:
@@ -497,7 +498,7 @@ class Node:
             runtime=self.id,
             epoch=self.epoch,
             engine=self._engine if self._device else "",
-            draining=self._draining or self._held is not None,
+            draining=self._draining or self._held,
             role=self._role,
             host_cache=self.host_cache_id,
             receives_at=self.door.address,
@@ -530,14 +531,6 @@ class Node:
                     await self._send_frame(gateway_id, wire.encode(beat))
                 elif now - gateway.heard_at > RING_KEPT_S:
                     gateway.ring.clear()
-
-
-async def _end(tasks: list[asyncio.Task[Any]]) -> None:
-    """Cancels them until they have ended: wait_for of Python 3.11, with which the bus waits, may swallow it once."""
-    while pending := [task for task in tasks if not task.done()]:
-        for task in pending:
-            task.cancel()
-        await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
 def _name_of(host_cache: int) -> str:

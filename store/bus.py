@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import nats
 import nats.errors
@@ -26,6 +27,7 @@ from store import wire
 
 log = structlog.get_logger()
 
+CANCEL_AGAIN_S = 0.5
 LEASE_TTL_S = 3.0
 QUOTA_TTL_S = 35 * 86_400.0  # longer than a month, for which budgets are
 REQUEST_TIMEOUT_S = 5.0
@@ -71,6 +73,14 @@ class UsageBatch:
                 await message.ack()
         except nats.errors.Error as error:
             raise BusError(f"{len(self.messages)} usage messages not acknowledged: {error}") from error
+
+
+async def ended(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels them until they have: wait_for of Python 3.11, with which the client waits, can swallow that."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
 class Bus:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from typing import Any
 
 import structlog
 import uvloop
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from store import observe, usage
-from store.bus import Bus, BusError, UsageBatch
+from store.bus import Bus, BusError, UsageBatch, ended
 from store.db import Database, DatabaseError, NotMigrated, now_us
 
 log = structlog.get_logger()
@@ -91,16 +90,9 @@ async def serve(settings: LedgerSettings) -> None:
         await asyncio.wait([*work, stopping], return_when=asyncio.FIRST_COMPLETED)
         failed = [task for task in work if task.done()]
         for task in (*work, stopping):
-            await _ended(task)
+            await ended(task)
         for task in failed:
             task.result()
-
-
-async def _ended(task: asyncio.Task[Any]) -> None:
-    """nats-py can swallow a cancellation; a batch that is cut off is delivered again."""
-    while not task.done():
-        task.cancel()
-        await asyncio.wait([task], timeout=0.5)
 
 
 def main() -> int:

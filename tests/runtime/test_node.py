@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator
 
 import pytest
 from pydantic import ByteSize
 
-from runtime import node as node_module
 from runtime.config import RuntimeSettings
 from runtime.node import Node
 from store import wire
 from store.bus import Bus
 from store.wire import ModelState, Residency, Role
-from tests.conftest import NatsServer
+from tests.conftest import NatsServer, soon
 
 
 @pytest.fixture
@@ -130,15 +128,51 @@ def test_an_address_that_nobody_can_be_reached_by_is_not_told_to_others() -> Non
     RuntimeSettings(transport_bind="0.0.0.0", transport_advertise="gpu7.example.com").check()
 
 
-async def test_a_cancellation_that_is_swallowed_keeps_no_node_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_module, "CANCEL_AGAIN_S", 0.1)
+async def test_a_drain_can_be_called_off_and_what_an_operator_said_only_an_operator_takes_back(node: Node) -> None:
+    async def told(on: bool, term: int) -> wire.Reply:
+        return await node._hold(wire.encode(wire.Drain(on=on, term=term)))
 
-    async def swallows_one() -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(60)
-        await asyncio.sleep(60)
+    assert not (await told(True, 3)).refusal and node._own_lease().draining
+    assert not (await told(False, 3)).refusal and not node._own_lease().draining
+    await soon(lambda: node._emptying is None or node._emptying.done())
+    assert not (await told(True, 0)).refusal
+    refused = await told(False, 3)
+    assert refused.refusal is wire.Refusal.DRAINING and "by an operator's word" in refused.reason
+    assert node._own_lease().draining
+    assert not (await told(False, 0)).refusal and not node._own_lease().draining
 
-    tasks = [asyncio.create_task(swallows_one()), asyncio.create_task(asyncio.sleep(60))]
-    await asyncio.sleep(0)
-    await asyncio.wait_for(node_module._end(tasks), 5)
-    assert all(task.cancelled() for task in tasks)
+
+async def test_a_model_leaves_when_its_streams_have_ended_and_stays_if_it_is_wanted_again(node: Node) -> None:
+    spec = wire.encode(limited())
+
+    def placed(*runtimes: str) -> None:
+        peer(node, "r2")
+        node._places_changed("m", wire.encode(wire.Places(runtimes=list(runtimes))))
+
+    node._spec_changed("m", spec)
+    assert "m" in node._hosted
+    node.take_over(run(1), 0)
+    placed("r2")
+    await asyncio.sleep(0.2)
+    assert "m" in node._hosted and "m" in node._leaving, "a stream is open still"
+    placed("r1", "r2")
+    await asyncio.sleep(0.2)
+    assert "m" in node._hosted and not node._leaving
+    placed("r2")
+    node._forget("g", [1])
+    await soon(lambda: "m" not in node._hosted)
+    assert not node._leaving
+
+
+def limited() -> wire.EngineSpec:
+    return wire.EngineSpec(
+        key="m",
+        path="",
+        digest="",
+        architecture="",
+        dtype="float32",
+        max_model_len=64,
+        weight_bytes=0,
+        kv_bytes_per_token=1,
+        replicas=1,
+    )

@@ -15,7 +15,7 @@ from runtime.cluster import Rules
 from runtime.policy.scaling import Band
 from runtime.scheduler import Fleet, Scheduler
 from store import wire
-from store.bus import Bus
+from store.bus import Bus, ended
 from store.wire import ModelState, Residency
 from tests.conftest import NatsServer, soon
 from tests.runtime.world import spec
@@ -185,9 +185,7 @@ class Two:
                 await asyncio.sleep(0.02)
 
     async def end(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await ended(*self._tasks)
 
 
 async def _report(bus: Bus, *leases: wire.Lease) -> None:
@@ -267,4 +265,4 @@ async def test_the_leader_places_models_and_says_how_many_runtimes_there_should_
         await soon(lambda: set(said) == {"n"})
         stop.set()
         await task
-        report.cancel()
+        await ended(report)

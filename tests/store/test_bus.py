@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
 
+from store import bus as bus_module
 from store import wire
 from store.bus import Bus, BusError, NoAnswer, TooLarge
 from tests.conftest import NatsServer, free_port
@@ -163,3 +165,17 @@ def test_a_message_of_another_version_is_refused_by_name() -> None:
     data = wire.encode(wire.GatewayAlive(gateway="g", v=2))
     with pytest.raises(wire.WireError, match="GatewayAlive has version 2, this process speaks 1"):
         wire.decode(wire.GatewayAlive, data)
+
+
+async def test_a_task_that_swallows_a_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bus_module, "CANCEL_AGAIN_S", 0.1)
+
+    async def swallows_one() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        await asyncio.sleep(60)
+
+    tasks = [asyncio.create_task(swallows_one()), asyncio.create_task(asyncio.sleep(60))]
+    await asyncio.sleep(0)
+    await asyncio.wait_for(bus_module.ended(*tasks), 5)
+    assert all(task.cancelled() for task in tasks)
