@@ -17,6 +17,7 @@ from store.wire import EngineSpec, Lease, ModelState, Places, Residency
 SETTLED_S = 2.5  # after the first lease: by then all who are there have said so
 PLAN_S = 10.0  # between two looks at whether models should change places
 TAKEN = tuple(1 << power for power in range(13))  # how often the devices' memory is given out: models take turns
+RATE_LEAST = 1e-3  # tokens/s: a mean over less is nobody's demand any more
 TBT_S = 0.1  # the objective of a model that nobody asks now
 TTFT_S = 10.0
 CACHE_BYTES_S, FILE_BYTES_S = 10e9, 1e9  # guesses, of how fast weights come: a model's way in is compared with TTFT_S
@@ -38,8 +39,8 @@ class Runtime:
             for key, state in lease.models.items():
                 before = self.lease.models.get(key)
                 made = max(0, state.tokens - before.tokens) if before else 0  # a device process began at nought
-                rate = self.tokens_per_s.get(key, 0.0)
-                self.tokens_per_s[key] = keep * rate + (1 - keep) * made / (now - self.at)
+                rate = keep * self.tokens_per_s.get(key, 0.0) + (1 - keep) * made / (now - self.at)
+                self.tokens_per_s[key] = rate if rate > RATE_LEAST else 0.0
         self.lease, self.at = lease, now
 
 
