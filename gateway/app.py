@@ -7,7 +7,7 @@ import contextlib
 import gc
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import structlog
@@ -20,20 +20,23 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway import organization
+from gateway import dashboard, organization
 from gateway.auth import Auth
 from gateway.config import Settings, SettingsError, admin_key, load, pepper
 from gateway.control import Control, Engines
 from gateway.fleet import Fleet
 from gateway.front import Deps, Fronts, reasoning_parsers, supported_architectures, tool_parsers
 from gateway.inference import Bounds, Inference
-from gateway.limits import protocol
+from gateway.limits import Limits, protocol, raise_open_files
 from gateway.meter import Meter
+from gateway.metrics import Metrics
 from gateway.quotas import Quotas
+from gateway.recent import Recent
 from gateway.relay import Relay
-from store import observe
-from store.bus import Bus, BusError
+from store import grants, observe, signs
+from store.bus import Bus, BusError, ended
 from store.db import Database, DatabaseError
+from store.tracing import Traces, TracesError, configured
 
 log = structlog.get_logger()
 
@@ -46,6 +49,7 @@ class Gateway:
 
     inference: Inference
     rest: Starlette
+    end_streams: Callable[[], None]  # those that have no end of their own
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
@@ -56,21 +60,23 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def assembled(settings: Settings) -> AsyncIterator[Gateway]:
+async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIterator[Gateway]:
     """Everything connected and running. Raises BusError, DatabaseError."""
     gateway_id = f"g-{uuid_utils.uuid7().hex}"
     url = settings.nats_url or "nats://127.0.0.1:4222"
-    async with Database.open(settings.database_url) as database, Bus.connect(url, gateway_id) as bus:
+    connecting = Bus.connect(url, gateway_id, grants.GATEWAY, settings.nats_credentials)
+    async with Database.open(settings.database_url) as database, connecting as bus:
         await database.check()
         secret = pepper(settings)
         auth = Auth(database, secret, admin_key(settings))
         fleet, relay, meter = Fleet(bus), Relay(bus, gateway_id), Meter(bus, settings.data / "gateway.journal")
         engines = Engines(supported_architectures(), tool_parsers(), reasoning_parsers())
-        control = Control(database, auth, fleet, engines, tuple(settings.model_roots))
+        metrics, recent = Metrics(fleet, meter), Recent()
+        control = Control(database, auth, fleet, engines, tuple(settings.model_roots), metrics, recent)
         quotas = Quotas(bus, database, gateway_id)
         bounds = Bounds(settings.body_limit_bytes, settings.body_deadline_s, settings.hold_deadline_s)
-        fronts = Fronts(Deps(relay, fleet, meter, gateway_id, settings.resume_deadline_s))
-        inference = Inference(auth, fleet, fronts, meter, quotas, bounds, secret)
+        fronts = Fronts(Deps(relay, fleet, gateway_id, settings.resume_deadline_s))
+        inference = Inference(auth, fleet, fronts, meter, quotas, bounds, metrics, secret, recent, traces)
         await fleet.start()
         await relay.start()
         await meter.start()
@@ -78,7 +84,8 @@ async def assembled(settings: Settings) -> AsyncIterator[Gateway]:
         try:
             async with control.running():
                 health = Health(database, bus, fleet, settings.runtimes)
-                yield Gateway(inference, Starlette(routes=[*control.routes(), *health.routes()]))
+                rest = Starlette(routes=[*control.routes(), *health.routes(), *dashboard.routes()])
+                yield Gateway(inference, rest, control.feed.end)
         finally:
             relay.stop()
             await quotas.stop()
@@ -112,7 +119,7 @@ class Health:
         if self.runtimes and not any(lease.engine for lease in self.fleet.leases.values()):
             missing.append("no runtime is up")
         try:
-            await self.database.check()
+            await self.database.revision()  # newer than ours in the middle of an upgrade: migrations only add
         except DatabaseError as error:
             log.warning("health.database", error=str(error))
             missing.append("the database does not answer")
@@ -122,8 +129,8 @@ class Health:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
 
-async def serve(settings: Settings) -> None:
-    async with assembled(settings) as app:
+async def serve(settings: Settings, traces: Traces | None) -> None:
+    async with assembled(settings, traces) as app:
         gc.collect()
         gc.freeze()  # vLLM's modules are hundreds of thousands of objects: no later collection needs to walk them
         server = uvicorn.Server(
@@ -131,7 +138,10 @@ async def serve(settings: Settings) -> None:
                 app,
                 host=settings.host,
                 port=settings.port,
-                http=protocol(settings.header_deadline_s),
+                http=protocol(
+                    Limits(settings.header_deadline_s, settings.read_deadline_s, settings.connections_per_address)
+                ),
+                ws="none",
                 loop="uvloop",
                 lifespan="off",
                 access_log=False,
@@ -142,18 +152,27 @@ async def serve(settings: Settings) -> None:
         )
         loop = asyncio.get_running_loop()
         serving = asyncio.create_task(server.serve())
+
+        def end() -> None:
+            server.should_exit = True
+            app.end_streams()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, lambda: setattr(server, "should_exit", True))
+            loop.add_signal_handler(number, end)
+        giving = asyncio.create_task(signs.give(lambda: server.started))
         await serving
+        await ended(giving)
 
 
 def main() -> int:
     observe.configure_logs("gateway")
     try:
         settings = load()
-        with asyncio.Runner(loop_factory=uvicorn.Config("", loop="uvloop").get_loop_factory()) as runner:
-            runner.run(serve(settings))
-    except (SettingsError, BusError, DatabaseError) as error:
+        raise_open_files()
+        runs = asyncio.Runner(loop_factory=uvicorn.Config("", loop="uvloop").get_loop_factory())
+        with configured("gateway") as traces, runs as runner:
+            runner.run(serve(settings, traces))
+    except (SettingsError, TracesError, BusError, DatabaseError) as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 1
     except SystemExit as error:  # uvicorn's way to say that it could not bind

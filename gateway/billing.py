@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType, convert, field
 from sqlalchemy.ext.asyncio import AsyncConnection
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from gateway.api import Answer, Body, Call, month, one_of, time_text, time_us
+from gateway.api import (
+    OF_TENANT,
+    Answer,
+    Body,
+    Call,
+    Operation,
+    Page,
+    Query,
+    Shown,
+    Time,
+    answered,
+    moment,
+    month,
+    one_of,
+    time_text,
+    time_us,
+)
 from gateway.errors import Problem, invalid
 from store import bill, billing, models, tenants, usage
 from store.bill import Correction
@@ -37,6 +52,50 @@ class NewPrice(Body, frozen=True):
     valid_from: Annotated[datetime, Meta(tz=True)] | None = None  # None: from now on
 
 
+class ShownPrice(Shown, frozen=True, kw_only=True):
+    id: str
+    tenant_id: str | None
+    model_id: str | None
+    currency: str
+    prompt_pico: int
+    cached_pico: int
+    output_pico: int
+    gpu_s_pico: int
+    switch_s_pico: int
+    cache_gb_s_pico: int
+    kv_gb_s_pico: int
+    valid_from: Time
+    created_at: Time
+
+
+class ShownTotal(Shown, frozen=True, kw_only=True):
+    """Money is exact; the device's side is for people to look at, the bill has it in full."""
+
+    tenant: str | UnsetType = UNSET  # what it was grouped by is there
+    deployment: str | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    key: str | UnsetType = UNSET
+    day: str | UnsetType = UNSET
+    hour: str | UnsetType = UNSET
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    gpu_ms: float
+    switch_ms: float
+    cache_gb_s: float
+    kv_gb_s: float
+    amount: str
+    currency: str | None  # None: nobody had set a price
+
+
+class ShownUsage(Shown, frozen=True, kw_only=True):
+    data: list[ShownTotal]
+    from_: Time = field(name="from")
+    to: Time
+    next_cursor: None
+
+
 class NewCorrection(Body, frozen=True):
     """On the bill that is open now, whatever it corrects: -1250 are 12.50 USD for the tenant."""
 
@@ -47,10 +106,23 @@ class NewCorrection(Body, frozen=True):
     corrects: str | None = None  # the bill that it is about, as 2026-10; None: the open one
 
 
+class ShownCorrection(Shown, frozen=True, kw_only=True):
+    id: str
+    period: str
+    corrects: str
+    tenant_id: str
+    currency: str
+    amount_minor: int
+    reason: str
+    created_at: Time
+
+
 # ── prices ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@Operation(ShownPrice, 201, body=NewPrice, once=True, problems=(409,))
 async def create_price(call: Call) -> Response:
+    """Set a price from some moment on; what is booked keeps its own."""
     body = await call.body(NewPrice)
     rates = {name: getattr(body, name) for name in billing.RATES}
     if body.cached_pico is None:
@@ -63,7 +135,7 @@ async def create_price(call: Call) -> Response:
         if valid_from_us < now:
             raise invalid("/valid_from", "it is in the past: what is booked keeps its price")
         price = await billing.add_price(connection, tenant_id, model_id, body.currency, rates, valid_from_us, now)
-        await call.record(connection, "price.created", price.id, tenant_id)
+        await call.record(connection, "price.created", price.id, tenant_id, new=show_price(price))
         return Answer(201, show_price(price))
 
     return await call.once(deed)
@@ -85,59 +157,59 @@ async def _tenant_id(connection: AsyncConnection, name: str) -> str:
     return tenant.id
 
 
+@Operation(Page[ShownPrice], paged=True)
 async def list_prices(call: Call) -> Response:
+    """List the prices, also those of the past."""
     async with call.database.read() as connection:
         return call.page(await billing.listed(connection, call.after, call.limit + 1), show_price)
 
 
-def show_price(price: Price) -> dict[str, object]:
-    return {
-        "id": price.id,
-        "tenant_id": price.tenant_id,
-        "model_id": price.model_id,
-        "currency": price.currency,
+def show_price(price: Price) -> ShownPrice:
+    return ShownPrice(
+        id=price.id,
+        tenant_id=price.tenant_id,
+        model_id=price.model_id,
+        currency=price.currency,
         **{name: getattr(price, name) for name in billing.RATES},
-        "valid_from": time_text(price.valid_from_us),
-        "created_at": time_text(price.created_us),
-    }
+        valid_from=time_text(price.valid_from_us),
+        created_at=time_text(price.created_us),
+    )
 
 
 # ── usage ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@Operation(
+    ShownUsage,
+    query=(
+        OF_TENANT,
+        Query("from", str, "The first moment, as 2026-11-21 or 2026-11-21T12:00:00Z; else the month's begin."),
+        Query("to", str, "The moment that it ends before; else now."),
+        Query("group_by", str, f"Some of {', '.join(usage.GROUPS)}, with commas."),
+    ),
+)
 async def show_usage(call: Call) -> Response:
-    """Of requests that started in [from, to); without them of this month until now."""
-    group_by = tuple(name for name in (call.query("group_by") or "").split(",") if name)
+    """Sum up the usage of requests that started in [from, to)."""
+    group_by = tuple(name for name in call.query("group_by", "").split(",") if name)
     for name in group_by:
         one_of("?group_by", name, usage.GROUPS)
     now = now_us()
-    from_us = _moment(call, "from", _month_begin_us(now))
-    to_us = _moment(call, "to", now)
+    from_us = moment(call, "from", _month_begin_us(now))
+    to_us = moment(call, "to", now)
     tenant_id = await call.tenant_id()
     async with call.database.read() as connection:
         totals = await usage.totals(connection, tenant_id, from_us, to_us, group_by)
     data = [show_total(total) for total in totals]
-    return JSONResponse({"data": data, "from": time_text(from_us), "to": time_text(to_us), "next_cursor": None})
+    return answered(ShownUsage(data=data, from_=time_text(from_us), to=time_text(to_us), next_cursor=None))
 
 
 def _month_begin_us(us: int) -> int:
     return time_us(datetime.fromisoformat(f"{usage.period_of(us)}-01T00:00:00+00:00"))
 
 
-def _moment(call: Call, name: str, default_us: int) -> int:
-    said = call.query(name)
-    if not said:
-        return default_us
-    try:
-        return time_us(datetime.fromisoformat(said.replace(" ", "+")))  # a bare + in a query is a space
-    except (ValueError, OverflowError) as error:
-        raise invalid(f"?{name}", f"{said!r} is not a time like 2026-11-21 or 2026-11-21T12:00:00Z") from error
-
-
-def show_total(total: usage.Total) -> dict[str, object]:
-    """Money is exact; the device's side is for people to look at, the bill has it in full."""
+def show_total(total: usage.Total) -> ShownTotal:
     counts = total.counts
-    return total.group | {
+    shown = total.group | {
         "requests": total.requests,
         "prompt_tokens": counts.prompt_tokens,
         "cached_tokens": counts.cached_tokens,
@@ -149,13 +221,15 @@ def show_total(total: usage.Total) -> dict[str, object]:
         "amount": billing.decimal(total.amount, EXACT_PLACES, PICO_PLACES),
         "currency": total.currency or None,
     }
+    return convert(shown, ShownTotal)
 
 
 # ── corrections ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@Operation(ShownCorrection, 201, body=NewCorrection, once=True)
 async def create_correction(call: Call) -> Response:
-    """A row of its own: what is booked and what was billed stays as it is."""
+    """Correct a bill by a row of its own: what is booked and what was billed stays as it is."""
     body = await call.body(NewCorrection)
     if "idempotency-key" not in call.request.headers:
         detail = "a correction that is sent twice would be paid twice: send an Idempotency-Key"
@@ -170,18 +244,28 @@ async def create_correction(call: Call) -> Response:
         tenant_id = await _tenant_id(connection, body.tenant)
         about = (body.corrects, body.currency, body.amount_minor, body.reason)
         made = await bill.correct(connection, tenant_id, *about, now)
-        await call.record(connection, "billing.corrected", made.id, tenant_id, f"{made.amount_minor} {made.currency}")
+        await call.record(connection, "billing.corrected", made.id, tenant_id, new=show_correction(made))
         return Answer(201, show_correction(made))
 
     return await call.once(deed)
 
 
+@Operation(Page[ShownCorrection], query=(OF_TENANT,), paged=True)
 async def list_corrections(call: Call) -> Response:
+    """List the corrections."""
     tenant_id = await call.tenant_id()
     async with call.database.read() as connection:
         return call.page(await bill.listed(connection, tenant_id, call.after, call.limit + 1), show_correction)
 
 
-def show_correction(correction: Correction) -> dict[str, object]:
-    shown: dict[str, object] = asdict(correction)
-    return shown | {"created_at": time_text(shown.pop("created_us"))}  # type: ignore[arg-type]
+def show_correction(correction: Correction) -> ShownCorrection:
+    return ShownCorrection(
+        id=correction.id,
+        period=correction.period,
+        corrects=correction.corrects,
+        tenant_id=correction.tenant_id,
+        currency=correction.currency,
+        amount_minor=correction.amount_minor,
+        reason=correction.reason,
+        created_at=time_text(correction.created_us),
+    )

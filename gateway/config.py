@@ -1,4 +1,7 @@
-"""Every setting of the platform: read from `STACCATO_*` variables, checked once, printed by `staccato doctor`."""
+"""Every setting of the platform: read from `STACCATO_*` variables, checked once, printed by `staccato doctor`.
+
+What should not stand in an environment may stand in a file of that name in the folder that STACCATO_SECRETS names.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from runtime.policy.by_name import POLICIES
 
 PREFIX = "STACCATO_"
+SECRETS = PREFIX + "SECRETS"
 
 
 class SettingsError(ValueError):
@@ -39,6 +43,7 @@ class Settings(BaseSettings):
     port: int = Field(8080, ge=1, le=65535)
     database_url: str = Field(default_factory=lambda values: f"sqlite:///{values['data'] / 'staccato.db'}")
     nats_url: str | None = None  # None: `staccato up` starts a nats-server of its own
+    nats_credentials: Path | None = None  # file of a role's user; a folder with one for each, NAME.nk, for `up`
     admin_key: SecretStr | None = None  # None: the one in DATA/admin.key, made on the first start
     model_roots: Annotated[list[Path], NoDecode, BeforeValidator(_paths)] = []  # tenants may register below these
     runtimes: int = Field(1, ge=0, le=64)
@@ -50,7 +55,9 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     body_limit_bytes: ByteSize = ByteSize(8 << 20)
     header_deadline_s: float = Field(10.0, gt=0)
-    body_deadline_s: float = Field(30.0, gt=0)
+    body_deadline_s: float = Field(10.0, gt=0)  # and 1 s more for each 32 KiB that came
+    read_deadline_s: float = Field(10.0, gt=0)  # an answer of which nothing is read for so long is given up
+    connections_per_address: int = Field(1024, ge=1)
     hold_deadline_s: float = Field(60.0, gt=0)  # longest wait for a model that wakes
     resume_deadline_s: float = Field(60.0, gt=0)  # longest wait of a stream whose runtime died for another one
 
@@ -93,7 +100,7 @@ def load(**overrides: object) -> Settings:
     """The settings of the environment, `overrides` (None: not given) before it. Raises SettingsError."""
     given = {name: value for name, value in overrides.items() if value is not None}
     try:
-        return Settings(**given)  # type: ignore[arg-type]
+        return Settings(_secrets_dir=os.environ.get(SECRETS), **given)  # type: ignore[arg-type, call-arg]
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
@@ -114,8 +121,15 @@ def _shown(name: str, value: object) -> str:
     if isinstance(value, list):
         return os.pathsep.join(map(str, value))
     if value is None:
-        return {"nats_url": "a child of `staccato up`", "admin_key": "in DATA/admin.key"}[name]
+        return _ABSENT[name]
     return redacted(str(value))
+
+
+_ABSENT = {
+    "nats_url": "a child of `staccato up`",
+    "nats_credentials": "in DATA/nats-users, for that child",
+    "admin_key": "in DATA/admin.key",
+}
 
 
 def redacted(url: str) -> str:
@@ -134,15 +148,15 @@ def admin_key(settings: Settings) -> str:
     """The operator's key: the one of the environment, else DATA/admin.key, which is made when it is not there."""
     if settings.admin_key is not None:
         return settings.admin_key.get_secret_value()
-    return _kept(settings.admin_key_file, "sk-st-admin-" + secrets.token_urlsafe(32))
+    return kept(settings.admin_key_file, "sk-st-admin-" + secrets.token_urlsafe(32))
 
 
 def pepper(settings: Settings) -> bytes:
     """What tenants' keys are hashed with, DATA/pepper; made when it is not there."""
-    return bytes.fromhex(_kept(settings.pepper_file, secrets.token_hex(32)))
+    return bytes.fromhex(kept(settings.pepper_file, secrets.token_hex(32)))
 
 
-def _kept(path: Path, fresh: str) -> str:
+def kept(path: Path, fresh: str) -> str:
     """The text of `path`; where there is none, `fresh` is written first. Two processes at once agree on one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")

@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway import billing, deployments, metrics, models, organization, runtimes, tenants
-from gateway.api import Act, Call, endpoint
+from gateway import (
+    audit,
+    billing,
+    deployments,
+    events,
+    export,
+    models,
+    openapi,
+    organization,
+    plan,
+    recent,
+    runtimes,
+    tenants,
+    watching,
+)
+from gateway.api import Call, Endpoint, Operation, serving
 from gateway.auth import Auth
 from gateway.deployments import Serving
-from gateway.errors import Problem, openai_response
+from gateway.errors import Problem
+from gateway.events import Feed
 from gateway.export import Exports
 from gateway.fleet import Fleet
+from gateway.metrics import Metrics
 from gateway.models import Imports
+from gateway.recent import Recent
 from gateway.rollout import Rollout
-from store import usage
-from store.db import Database, DatabaseError, now_us
-
-PREFIX = "/api/v1"
+from store.db import Database
 
 
 @dataclass(frozen=True)
@@ -41,93 +55,109 @@ class Control:
     """Serve `routes` inside `running`, which does the background work."""
 
     def __init__(
-        self, database: Database, auth: Auth, fleet: Fleet, engines: Engines, model_roots: tuple[Path, ...]
+        self,
+        database: Database,
+        auth: Auth,
+        fleet: Fleet,
+        engines: Engines,
+        model_roots: tuple[Path, ...],
+        metrics: Metrics,
+        answered: Recent,
     ) -> None:
         self._database, self._auth, self._fleet = database, auth, fleet
-        self._metrics = metrics.registry(fleet)
-        self._unreconciled = metrics.unreconciled(self._metrics)
+        self._metrics, self._recent = metrics, answered
         self._exports = Exports(database)
         self.rollout = Rollout(database, fleet, auth)
+        self.feed = Feed(database, fleet)
         self._imports = Imports(database, engines.architectures, model_roots)
         self._serving = Serving(fleet, self.rollout, engines.tool_parsers, engines.reasoning_parsers)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         await self._imports.resume()
-        rollout = asyncio.create_task(self.rollout.run())
+        work = [asyncio.create_task(self.rollout.run()), asyncio.create_task(self.feed.run())]
         try:
             yield
         finally:
             self.rollout.stop()
-            rollout.cancel()
-            await asyncio.gather(rollout, return_exceptions=True)
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
             await self._imports.stop()
 
-    def routes(self) -> list[Route]:
-        one = "/deployments/{deployment}"
-        organized = endpoint(organization.completions, self._database, self._auth, shown=openai_response)
+    def endpoints(self) -> list[Endpoint]:
+        """What this process serves of the control plane; /openapi.json describes it from here."""
+        one, imports, serving = "/deployments/{deployment}", self._imports, self._serving
         return [
-            self._route("POST", "/tenants", tenants.create, admin=True),
-            self._route("GET", "/tenants", tenants.listed, admin=True),
-            self._route("GET", "/tenants/{tenant}", tenants.get, admin=True),
-            self._route("PATCH", "/tenants/{tenant}", tenants.change, admin=True),
-            self._route("DELETE", "/tenants/{tenant}", tenants.delete, admin=True),
-            self._route("POST", "/tenants/{tenant}/keys", tenants.create_key),
-            self._route("GET", "/tenants/{tenant}/keys", tenants.list_keys),
-            self._route("POST", "/tenants/{tenant}/keys/{key}:rotate", tenants.rotate_key),
-            self._route("DELETE", "/tenants/{tenant}/keys/{key}", tenants.revoke_key),
-            self._route("POST", "/models", self._importing(models.create)),
-            self._route("GET", "/models", self._importing(models.listed)),
-            self._route("GET", "/models/{model}", self._importing(models.get)),
-            self._route("DELETE", "/models/{model}", models.delete),
-            self._route("POST", "/deployments", self._deploying(deployments.create)),
-            self._route("GET", "/deployments", self._deploying(deployments.listed)),
-            self._route("GET", one, self._deploying(deployments.get)),
-            self._route("PATCH", one, self._deploying(deployments.change)),
-            self._route("DELETE", one, self._deploying(deployments.delete)),
-            self._route("POST", one + ":sleep", self._deploying(deployments.sleep)),
-            self._route("POST", one + ":wake", self._deploying(deployments.wake)),
-            self._route("POST", one + ":rollback", self._deploying(deployments.roll_back)),
-            self._route("POST", "/prices", billing.create_price, admin=True),
-            self._route("GET", "/prices", billing.list_prices, admin=True),
-            self._route("GET", "/usage", billing.show_usage),
-            self._route("GET", "/usage:verify", self._exports.verify, admin=True),
-            self._route("GET", "/billing/export", self._exports.serve),
-            self._route("POST", "/billing/corrections", billing.create_correction, admin=True),
-            self._route("GET", "/billing/corrections", billing.list_corrections),
-            self._route("GET", "/gpus", self._running(runtimes.listed), admin=True),
-            self._route("POST", "/gpus/{gpu}:role", self._running(runtimes.set_role), admin=True),
-            self._route("POST", "/gpus/{gpu}:drain", self._running(runtimes.drain), admin=True),
-            self._route("GET", "/fleet", self._running(runtimes.fleet), admin=True),
-            self._route("GET", "/metrics", self._show_metrics, admin=True),
-            *(Route(before + organization.PATH, organized, methods=["GET"]) for before in ("", "/t/{tenant}")),
-            Route(PREFIX + "/{path:path}", endpoint(_nowhere, self._database, self._auth), methods=list(_METHODS)),
+            Endpoint("GET", "/me", tenants.me),
+            Endpoint("POST", "/tenants", tenants.create, "admin"),
+            Endpoint("GET", "/tenants", tenants.listed, "admin"),
+            Endpoint("GET", "/tenants/{tenant}", tenants.get, "admin"),
+            Endpoint("PATCH", "/tenants/{tenant}", tenants.change, "admin"),
+            Endpoint("DELETE", "/tenants/{tenant}", tenants.delete, "admin"),
+            Endpoint("POST", "/tenants/{tenant}/keys", tenants.create_key),
+            Endpoint("GET", "/tenants/{tenant}/keys", tenants.list_keys),
+            Endpoint("POST", "/tenants/{tenant}/keys/{key}:rotate", tenants.rotate_key),
+            Endpoint("DELETE", "/tenants/{tenant}/keys/{key}", tenants.revoke_key),
+            Endpoint("POST", "/models", models.create, context=imports),
+            Endpoint("GET", "/models", models.listed, context=imports),
+            Endpoint("GET", "/models/{model}", models.get, context=imports),
+            Endpoint("DELETE", "/models/{model}", models.delete),
+            Endpoint("POST", "/deployments", deployments.create, context=serving),
+            Endpoint("POST", "/deployments:plan", plan.plan, context=serving),
+            Endpoint("GET", "/deployments", deployments.listed, context=serving),
+            Endpoint("GET", one, deployments.get, context=serving),
+            Endpoint("PATCH", one, deployments.change, context=serving),
+            Endpoint("DELETE", one, deployments.delete, context=serving),
+            Endpoint("POST", one + ":sleep", deployments.sleep, context=serving),
+            Endpoint("POST", one + ":wake", deployments.wake, context=serving),
+            Endpoint("POST", one + ":promote", deployments.promote, context=serving),
+            Endpoint("POST", one + ":rollback", deployments.roll_back, context=serving),
+            Endpoint("POST", "/prices", billing.create_price, "admin"),
+            Endpoint("GET", "/prices", billing.list_prices, "admin"),
+            Endpoint("GET", "/usage", billing.show_usage),
+            Endpoint("GET", "/usage:verify", export.verify_bill, "admin", self._exports),
+            Endpoint("GET", "/billing/export", export.export, context=self._exports),
+            Endpoint("POST", "/billing/corrections", billing.create_correction, "admin"),
+            Endpoint("GET", "/billing/corrections", billing.list_corrections),
+            Endpoint("GET", "/requests/{request}", recent.get, context=self._recent),
+            Endpoint("GET", "/events", events.stream, context=self.feed),
+            Endpoint("GET", "/audit", audit.listed),
+            Endpoint("GET", "/audit:verify", audit.verify),
+            Endpoint("GET", "/gpus", runtimes.listed, "admin", self._fleet),
+            Endpoint("GET", "/gpus/{gpu}/timeline", watching.timeline, "admin", self._fleet),
+            Endpoint("GET", "/gpus/{gpu}/pages", watching.pages, "admin", self._fleet),
+            Endpoint("POST", "/gpus/{gpu}:role", runtimes.set_role, "admin", self._fleet),
+            Endpoint("POST", "/gpus/{gpu}:drain", runtimes.drain, "admin", self._fleet),
+            Endpoint("GET", "/fleet", runtimes.fleet, "admin", self._fleet),
+            Endpoint("GET", "/metrics", show_metrics, "admin", self),
+            Endpoint("GET", organization.PATH, organization.completions),
+            Endpoint("GET", "/t/{tenant}" + organization.PATH, organization.completions),
         ]
 
-    def _route(self, method: str, path: str, act: Act, admin: bool = False) -> Route:
-        return Route(PREFIX + path, endpoint(act, self._database, self._auth, admin), methods=[method])
+    def routes(self) -> list[Route]:
+        served = [self._route(endpoint, [endpoint.method]) for endpoint in self.endpoints()]
+        described = msgspec.json.encode(openapi.document(self.endpoints()))
+        shown = Route("/openapi.json", lambda _: Response(described, media_type="application/json"))
+        return [*served, shown, self._route(Endpoint("*", "/{path:path}", nowhere), list(METHODS))]
 
-    def _importing(self, act: Callable[[Call, Imports], Awaitable[Response]]) -> Act:
-        return lambda call: act(call, self._imports)
+    def _route(self, endpoint: Endpoint, methods: list[str]) -> Route:
+        return Route(endpoint.whole_path, serving(endpoint, self._database, self._auth), methods=methods)
 
-    def _deploying(self, act: Callable[[Call, Serving], Awaitable[Response]]) -> Act:
-        return lambda call: act(call, self._serving)
-
-    def _running(self, act: Callable[[Call, Fleet], Awaitable[Response]]) -> Act:
-        return lambda call: act(call, self._fleet)
-
-    async def _show_metrics(self, call: Call) -> Response:
+    async def metrics(self) -> bytes:
         """Tenants and what they do: not for `/metrics`, which needs no key."""
-        try:
-            async with self._database.read() as connection:
-                self._unreconciled.set(await usage.unreconciled(connection, now_us()))
-        except DatabaseError:  # the rest is known all the same
-            self._unreconciled.set(math.nan)
-        return Response(generate_latest(self._metrics), media_type=CONTENT_TYPE_LATEST)
+        return await self._metrics.shown(self._database)
 
 
-_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+@Operation(media=("text/plain",))
+async def show_metrics(call: Call, control: Control) -> Response:
+    """Show what tenants do, for Prometheus."""
+    return Response(await control.metrics(), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _nowhere(call: Call) -> Response:
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+
+
+@Operation(lenient=True)
+async def nowhere(call: Call) -> Response:
     raise Problem(404, "no_such_route", f"there is no {call.request.method} {call.request.url.path}")

@@ -8,17 +8,31 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 from sqlalchemy.ext.asyncio import AsyncConnection
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from gateway.api import Answer, Body, Call, Name, converted, etag, merged, one_of, time_text
+from gateway.api import (
+    OF_TENANT,
+    Answer,
+    Body,
+    Call,
+    Name,
+    Operation,
+    Page,
+    Time,
+    answered,
+    etag,
+    one_of,
+    patched,
+    time_text,
+)
 from gateway.errors import Problem, invalid, not_found
 from gateway.fleet import Fleet
 from gateway.objectives import label
 from gateway.rollout import Rollout
-from gateway.status import status
+from gateway.status import Status, loadable, status
 from store import deployments, models, tenants, wire
 from store.db import now_us
-from store.deployments import Deployment, Spec, engine_of
+from store.deployments import Deployment, Share, Spec, engine_of
 from store.models import Model
 
 
@@ -32,8 +46,30 @@ class NewDeployment(Spec, frozen=True, kw_only=True):
         return Spec(**{field: getattr(self, field) for field in Spec.__struct_fields__})
 
 
+class Change(Spec, frozen=True, kw_only=True):
+    """What a patch makes of the newest spec, and the share of the requests that it gets until it is promoted."""
+
+    canary: Share | None = None  # None: all of them, as soon as a runtime has loaded it
+
+    def spec(self) -> Spec:
+        return Spec(**{field: getattr(self, field) for field in Spec.__struct_fields__})
+
+
 class Rollback(Body, frozen=True):
     revision: Annotated[int, Meta(ge=1)] | None = None  # None: the one before
+
+
+class ShownDeployment(Spec, frozen=True, kw_only=True):
+    """The newest spec, and what became of it."""
+
+    id: str
+    name: str
+    tenant: str
+    digest: str
+    engine: str
+    canary: Share | None  # None: the newest spec is the active one, or is to be
+    status: Status
+    created_at: Time
 
 
 @dataclass(frozen=True)
@@ -49,11 +85,11 @@ class Serving:
 # ── making and changing ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@Operation(ShownDeployment, 201, body=NewDeployment, query=(OF_TENANT,), once=True, etag=True, problems=(409,))
 async def create(call: Call, serving: Serving) -> Response:
+    """Deploy a model."""
     body = await call.body(NewDeployment)
-    tenant = body.tenant or call.query("tenant") or call.caller.tenant
-    if tenant is None:
-        raise invalid("/tenant", "with the admin key, say for which tenant")
+    tenant = owner_of(call, body)
     await call.tenant(tenant)
 
     async def deed(connection: AsyncConnection) -> Answer:
@@ -62,7 +98,7 @@ async def create(call: Call, serving: Serving) -> Response:
             raise not_found("tenant", tenant)
         model = await _model(connection, owner.id, body.spec(), serving)
         made = await deployments.create(connection, owner.id, body.name, body.spec(), model, now_us())
-        await call.record(connection, "deployment.created", made.id, made.tenant_id)
+        await call.record(connection, "deployment.created", made.id, made.tenant_id, new=_recorded(made))
         return Answer(201, show(made, serving.fleet), headers={"etag": etag(made.version)})
 
     response = await call.once(deed)
@@ -70,35 +106,62 @@ async def create(call: Call, serving: Serving) -> Response:
     return response
 
 
+def owner_of(call: Call, body: NewDeployment) -> str:
+    """The tenant's name. Raises Problem."""
+    tenant = body.tenant or call.query("tenant") or call.caller.tenant
+    if tenant is None:
+        raise invalid("/tenant", "with the admin key, say for which tenant")
+    return tenant
+
+
+@Operation(ShownDeployment, patch=Change, query=(OF_TENANT,), etag=True, if_match=True, problems=(409,))
 async def change(call: Call, serving: Serving) -> Response:
-    """A merge patch on the newest revision. What says nothing new makes no revision."""
+    """Make a new revision, by a merge patch on the newest. What says nothing new makes none.
+
+    With `canary` it gets a share of the requests until it is promoted; that alone changes the share of the newest."""
     patch = await call.body(dict[str, Any])
     tenant_id = await call.tenant_id()
     async with call.database.write() as connection:
-        deployment = await _find(call, connection, tenant_id, lock=True)
-        call.check_version(deployment.version)
-        newest = deployment.target or deployment.active
-        spec = converted(merged(msgspec.to_builtins(newest.spec), patch), Spec)
-        model = await _model(connection, deployment.tenant_id, spec, serving)
-        if spec != newest.spec or engine_of(spec, model) != newest.engine:
-            deployment = await deployments.revise(connection, deployment, spec, model, now_us())
-            await call.record(connection, "deployment.changed", deployment.id, deployment.tenant_id)
+        was = await _find(call, connection, tenant_id, lock=True)
+        call.check_version(was.version)
+        newest, share = was.target or was.active, was.canary.share if was.canary else None
+        old = msgspec.to_builtins(newest.spec) | {"canary": msgspec.to_builtins(share)}
+        asked = patched(old, patch, Change)
+        model = await _model(connection, was.tenant_id, asked.spec(), serving)
+        if asked.spec() != newest.spec or engine_of(asked.spec(), model) != newest.engine:
+            deployment = await deployments.revise(connection, was, asked.spec(), model, now_us(), asked.canary)
+        elif "canary" in patch and (asked.canary or share):
+            if was.target is None:
+                raise Problem(
+                    409, "no_target", f"{was.name!r} has no newer revision to give a share of the requests to"
+                )
+            deployment = await deployments.share(connection, was, asked.canary, now_us())
+        else:
+            deployment = was
+        if deployment is not was:
+            whose = (deployment.id, deployment.tenant_id)
+            await call.record(connection, "deployment.changed", *whose, _recorded(was), _recorded(deployment))
     _changed(call, serving)
     return _shown(deployment, serving)
 
 
+@Operation(status=204, query=(OF_TENANT,), if_match=True, problems=(409,))
 async def delete(call: Call, serving: Serving) -> Response:
+    """Delete a deployment."""
     tenant_id = await call.tenant_id()
     async with call.database.write() as connection:
         deployment = await _find(call, connection, tenant_id, lock=True)
         call.check_version(deployment.version)
         await deployments.delete(connection, deployment, now_us())
-        await call.record(connection, "deployment.deleted", deployment.id, deployment.tenant_id)
+        whose = (deployment.id, deployment.tenant_id)
+        await call.record(connection, "deployment.deleted", *whose, old=_recorded(deployment))
     _changed(call, serving)
     return Response(status_code=204)
 
 
+@Operation(ShownDeployment, body=Rollback, query=(OF_TENANT,), once=True, etag=True, if_match=True, problems=(409,))
 async def roll_back(call: Call, serving: Serving) -> Response:
+    """Give the traffic back to an earlier revision."""
     body = await call.body(Rollback)
     tenant_id = await call.tenant_id()
 
@@ -108,7 +171,8 @@ async def roll_back(call: Call, serving: Serving) -> Response:
         back = await deployments.roll_back(connection, deployment, body.revision)
         if back is None:
             raise Problem(409, "no_such_revision", f"{deployment.name!r} has no earlier revision that had the traffic")
-        await call.record(connection, "deployment.rolled_back", back.id, back.tenant_id, str(back.active.number))
+        whose = (back.id, back.tenant_id)
+        await call.record(connection, "deployment.rolled_back", *whose, _revisions(deployment), _revisions(back))
         return Answer(200, show(back, serving.fleet), headers={"etag": etag(back.version)})
 
     response = await call.once(deed)
@@ -116,11 +180,54 @@ async def roll_back(call: Call, serving: Serving) -> Response:
     return response
 
 
+@Operation(ShownDeployment, query=(OF_TENANT,), once=True, etag=True, if_match=True, problems=(409,))
+async def promote(call: Call, serving: Serving) -> Response:
+    """Give all requests to the revision that waits for them, or has a share of them."""
+    tenant_id = await call.tenant_id()
+
+    async def deed(connection: AsyncConnection) -> Answer:
+        was = await _find(call, connection, tenant_id, lock=True)
+        call.check_version(was.version)
+        if was.target is None:
+            raise Problem(409, "no_target", f"{was.name!r} has no newer revision to promote")
+        if not loadable(serving.fleet.states(was.target.engine.key).values()):
+            detail = f"no runtime has loaded revision {was.target.number} of {was.name!r} so far: see its conditions"
+            raise Problem(409, "not_loadable", detail)
+        deployment = await deployments.promote(connection, was, now_us())
+        whose = (was.id, was.tenant_id)
+        await call.record(connection, "deployment.promoted", *whose, _revisions(was), _revisions(deployment))
+        return Answer(200, show(deployment, serving.fleet), headers={"etag": etag(deployment.version)})
+
+    response = await call.once(deed)
+    _changed(call, serving)
+    return response
+
+
+def _recorded(deployment: Deployment) -> dict[str, object]:
+    """For the audit log: the newest spec, and who has the traffic."""
+    spec = (deployment.target or deployment.active).spec
+    return {"name": deployment.name, **msgspec.to_builtins(spec), **_revisions(deployment)}
+
+
+def _revisions(deployment: Deployment) -> dict[str, object]:
+    target = deployment.target.number if deployment.target else None
+    share = deployment.canary.share if deployment.canary else None
+    return {
+        "active_revision": deployment.active.number,
+        "target_revision": target,
+        "canary": msgspec.to_builtins(share),
+    }
+
+
+@Operation(ShownDeployment, 202, query=(OF_TENANT,), etag=True, problems=(409,))
 async def sleep(call: Call, serving: Serving) -> Response:
+    """Take a deployment off the device until its next request."""
     return await _desire(call, serving, "asleep", "sleep")
 
 
+@Operation(ShownDeployment, 202, query=(OF_TENANT,), etag=True, problems=(409,))
 async def wake(call: Call, serving: Serving) -> Response:
+    """Bring a deployment to the device before its next request."""
     return await _desire(call, serving, "awake", "wake")
 
 
@@ -150,8 +257,15 @@ def _changed(call: Call, serving: Serving) -> None:
 
 
 async def _model(connection: AsyncConnection, tenant_id: str, spec: Spec, serving: Serving) -> Model:
+    """As `model_for`, held against deletion, and that a device has room for it. Raises Problem."""
+    model = await model_for(connection, tenant_id, spec, serving, lock=True)
+    _check_room(engine_of(spec, model), model.name, serving.fleet.largest_pool_bytes)
+    return model
+
+
+async def model_for(connection: AsyncConnection, tenant_id: str, spec: Spec, serving: Serving, lock: bool) -> Model:
     """The model that the spec means, checked that it can be served so. Raises Problem."""
-    model = await models.find(connection, tenant_id, spec.model, lock=True)
+    model = await models.find(connection, tenant_id, spec.model, lock)
     if model is None:
         raise invalid("/model", f"there is no model {spec.model!r}: register it first")
     if model.artefact is None:
@@ -160,7 +274,6 @@ async def _model(connection: AsyncConnection, tenant_id: str, spec: Spec, servin
         raise Problem(409, "model_importing", f"model {model.name!r} is still imported: try again", headers=_SOON)
     if (tokens := spec.max_model_len) and tokens > model.artefact.context_tokens:
         raise invalid("/max_model_len", f"{tokens} tokens, {model.name!r} takes {model.artefact.context_tokens}")
-    _check_room(engine_of(spec, model), model.name, serving.fleet.largest_pool_bytes)
     one_of("/tool_parser", spec.tool_parser, serving.tool_parsers)
     one_of("/reasoning_parser", spec.reasoning_parser, serving.reasoning_parsers)
     return model
@@ -188,14 +301,18 @@ _SOON = {"retry-after": "1"}
 # ── showing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@Operation(Page[ShownDeployment], query=(OF_TENANT,), paged=True)
 async def listed(call: Call, serving: Serving) -> Response:
+    """List the deployments."""
     tenant_id = await call.tenant_id()
     async with call.database.read() as connection:
         found = await deployments.listed(connection, tenant_id, call.after, call.limit + 1)
     return call.page(found, lambda deployment: show(deployment, serving.fleet))
 
 
+@Operation(ShownDeployment, query=(OF_TENANT,), etag=True, problems=(409,))
 async def get(call: Call, serving: Serving) -> Response:
+    """Show a deployment."""
     tenant_id = await call.tenant_id()
     async with call.database.read() as connection:
         return _shown(await _find(call, connection, tenant_id), serving)
@@ -216,20 +333,21 @@ async def _find(call: Call, connection: AsyncConnection, tenant_id: str | None, 
 
 def _shown(deployment: Deployment, serving: Serving, status_code: int = 200) -> Response:
     headers = {"etag": etag(deployment.version)}
-    return JSONResponse(show(deployment, serving.fleet), status_code, headers)
+    return answered(show(deployment, serving.fleet), status_code, headers)
 
 
-def show(deployment: Deployment, fleet: Fleet) -> dict[str, object]:
+def show(deployment: Deployment, fleet: Fleet) -> ShownDeployment:
     active = fleet.states(deployment.active.engine.key)
     target = fleet.states(deployment.target.engine.key) if deployment.target else {}
     spec = (deployment.target or deployment.active).spec
-    return {
-        "id": deployment.id,
-        "name": deployment.name,
-        "tenant": deployment.tenant,
-        **msgspec.to_builtins(spec),
-        "digest": deployment.active.engine.digest,
-        "engine": deployment.active.engine.key,
-        "status": status(deployment, active, target, fleet.attained(label(deployment.tenant_id, deployment.id))),
-        "created_at": time_text(deployment.created_us),
-    }
+    return ShownDeployment(
+        **msgspec.structs.asdict(spec),
+        id=deployment.id,
+        name=deployment.name,
+        tenant=deployment.tenant,
+        digest=deployment.active.engine.digest,
+        engine=deployment.active.engine.key,
+        canary=deployment.canary.share if deployment.canary else None,
+        status=status(deployment, active, target, fleet.attained(label(deployment.tenant_id, deployment.id))),
+        created_at=time_text(deployment.created_us),
+    )

@@ -18,6 +18,7 @@ from msgspec import structs
 
 from gateway.fleet import Fleet
 from gateway.relay import Refused, Relay
+from gateway.timing import Timing
 from store import wire
 from store.bus import BusError, TooLarge
 from store.wire import Delta, Finish, Refusal
@@ -48,6 +49,7 @@ class Open:
     id: str
     run: wire.Run  # as its first attempt
     due_at: float  # its first token; monotonic
+    timing: Timing
     stream: int = 0  # of its present attempt
     runtime: str = ""
     made: list[int] = field(default_factory=list)  # tokens that its taker has
@@ -55,24 +57,19 @@ class Open:
     suspect_at: int = -1  # how many those were when a runtime failed in a step that it was in
     stalled_at: float | None = None  # since when it is without a token after its runtime was lost
     moving: asyncio.Task[None] | None = None
-    gpu_us: int = 0  # spent on it by its present runtime, as far as is known
-    switch_us: int = 0
-    gpu_us_before: int = 0  # and by those that it had before
-    switch_us_before: int = 0
+    spent: wire.Spent = wire.NOTHING_SPENT  # on it by its present runtime, as far as is known
+    spent_before: wire.Spent = wire.NOTHING_SPENT  # and by those that it had before
 
     def spend(self, delta: Delta) -> Delta:
         """What it costs goes on where it stopped."""
-        self.gpu_us, self.switch_us = max(self.gpu_us, delta.gpu_us), max(self.switch_us, delta.switch_us)
-        if not self.gpu_us_before and not self.switch_us_before:
+        self.spent = self.spent.most(delta.spent)
+        if self.spent_before is wire.NOTHING_SPENT:
             return delta
-        gpu_us, switch_us = self.gpu_us_before + self.gpu_us, self.switch_us_before + self.switch_us
-        return structs.replace(delta, gpu_us=gpu_us, switch_us=switch_us)
+        return structs.replace(delta, spent=self.spent_before.plus(self.spent))
 
     def leave(self) -> None:
         """Its present runtime: the next one begins to count at nought."""
-        self.gpu_us_before += self.gpu_us
-        self.switch_us_before += self.switch_us
-        self.gpu_us = self.switch_us = 0
+        self.spent_before, self.spent = self.spent_before.plus(self.spent), wire.NOTHING_SPENT
 
 
 class Dispatcher:
@@ -84,9 +81,9 @@ class Dispatcher:
         self._open: dict[str, Open] = {}
         self._by_stream: dict[int, Open] = {}
 
-    async def submit(self, id: str, run: wire.Run, due_at: float, deadline: float) -> None:
+    async def submit(self, id: str, run: wire.Run, due_at: float, deadline: float, timing: Timing) -> None:
         """Until a runtime has taken it; both times are monotonic. Raises Unserved, TooLarge, Refused (BAD_MESSAGE)."""
-        request = self._open[id] = Open(id, run, due_at)
+        request = self._open[id] = Open(id, run, due_at, timing)
         try:
             await self._place(request, deadline, set())
         except BaseException:
@@ -134,17 +131,20 @@ class Dispatcher:
         request.stream, request.runtime = self._relay.number(), runtime
         self._by_stream[request.stream] = request
         self._fleet.took(runtime)
+        now = time.monotonic()
         run = wire.replace(
             request.run,
             stream=request.stream,
             made=request.made,
             first_late=request.first_late,
             # What it waited here counts: the client's clock does not start anew at the runtime.
-            ttft_s=request.due_at - time.monotonic(),
+            ttft_s=request.due_at - now,
         )
+        request.timing.sent(now)
         try:
             await self._relay.run(runtime, run, self)
         except BaseException:
+            request.timing.refused()
             self._forget(request)
             raise
 
@@ -179,17 +179,20 @@ class Dispatcher:
 
     def deliver(self, deltas: list[Delta]) -> None:
         made: list[tuple[str, Delta]] = []
+        now = time.monotonic()
         for delta in deltas:
             request = self._by_stream.get(delta.stream)
             if request is None:
                 continue
             if delta.tokens:
                 if not request.made:
-                    request.first_late = time.monotonic() > request.due_at
+                    request.first_late = now > request.due_at
                 request.made += delta.tokens
                 request.stalled_at = None
             told = request.spend(delta)
+            request.timing.came(delta, now)
             if delta.moved is not None:
+                request.timing.moved()
                 self._fleet.gave_back(request.runtime)
                 request.runtime = delta.moved.runtime
                 self._fleet.took(request.runtime)
@@ -197,10 +200,11 @@ class Dispatcher:
             elif delta.finish is Finish.LOST:
                 self._forget(request)
                 request.leave()
+                request.timing.lost()
                 self._lost(request, delta)
             elif delta.finish is Finish.ERROR:
                 self._fail(request, delta.error or "the engine ended the request with an error")
-            else:
+            elif delta.tokens or delta.finish is not None:
                 made.append((request.id, told))
                 if delta.finish is not None:
                     self._forget(request)

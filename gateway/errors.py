@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from starlette.responses import JSONResponse
+from msgspec import UNSET, Struct, UnsetType, json
+from starlette.responses import Response
 
 from store.db import DatabaseError
 
@@ -22,6 +22,7 @@ TITLES = {
     422: "Not valid",
     429: "Too many requests",
     500: "Internal error",
+    501: "Not implemented",
     503: "Not available",
 }
 
@@ -34,8 +35,7 @@ _OPENAI_TYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(Struct, frozen=True):
     """One field that is wrong: a JSON pointer into the body, or `?name` for a query parameter."""
 
     pointer: str
@@ -58,6 +58,29 @@ class Problem(Exception):
         super().__init__(detail)
         self.status, self.code, self.detail, self.kind = status, code, detail, kind
         self.faults, self.headers = faults or [], dict(headers or {})
+
+
+class ShownProblem(Struct, frozen=True, kw_only=True):
+    """RFC 9457; `code` is for programs."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    code: str
+    request_id: str
+    errors: list[Fault] | UnsetType = UNSET  # the fields that are wrong
+
+
+class OpenAIFault(Struct, frozen=True, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class OpenAIError(Struct, frozen=True):
+    error: OpenAIFault
 
 
 def unauthorized() -> Problem:
@@ -93,30 +116,28 @@ def from_store(error: DatabaseError) -> Problem:
     return Problem(503, "database_unavailable", detail, headers={"retry-after": "2"})
 
 
-def problem_response(problem: Problem, request_id: str) -> JSONResponse:
+def problem_response(problem: Problem, request_id: str) -> Response:
     """RFC 9457."""
-    body: dict[str, object] = {
-        "type": "about:blank",
-        "title": TITLES.get(problem.status, "Error"),
-        "status": problem.status,
-        "detail": problem.detail,
-        "code": problem.code,
-        "request_id": request_id,
-    }
-    if problem.faults:
-        body["errors"] = [{"pointer": fault.pointer, "message": fault.message} for fault in problem.faults]
+    body = ShownProblem(
+        title=TITLES.get(problem.status, "Error"),
+        status=problem.status,
+        detail=problem.detail,
+        code=problem.code,
+        request_id=request_id,
+        errors=problem.faults or UNSET,
+    )
     headers = problem.headers | {"x-request-id": request_id}
-    return JSONResponse(body, problem.status, headers, media_type="application/problem+json")
+    return Response(json.encode(body), problem.status, headers, media_type="application/problem+json")
 
 
-def openai_error(problem: Problem) -> dict[str, object]:
+def openai_error(problem: Problem) -> OpenAIError:
     """The object that stands in a response's body or in a stream's last event."""
     server = "server_error" if problem.status >= 500 else "invalid_request_error"
     kind = problem.kind or _OPENAI_TYPES.get(problem.status, server)
     param = problem.faults[0].pointer.lstrip("/") if problem.faults else None
-    return {"error": {"message": problem.detail, "type": kind, "param": param, "code": problem.code}}
+    return OpenAIError(OpenAIFault(message=problem.detail, type=kind, param=param, code=problem.code))
 
 
-def openai_response(problem: Problem, request_id: str) -> JSONResponse:
+def openai_response(problem: Problem, request_id: str) -> Response:
     headers = problem.headers | {"x-request-id": request_id}
-    return JSONResponse(openai_error(problem), problem.status, headers)
+    return Response(json.encode(openai_error(problem)), problem.status, headers, media_type="application/json")

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict
-from typing import BinaryIO, cast
+from typing import BinaryIO, Literal, cast
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
-from gateway.api import Call, month, one_of
+from gateway.api import OF_TENANT, PERIOD, Call, Operation, Query, Shown, answered, month, one_of
 from gateway.errors import Problem
 from gateway.formats import FORMATS, Asked, Digest, write
 from store import bill, usage, verify
@@ -28,6 +27,20 @@ log = structlog.get_logger()
 AT_ONCE_MOST = 2  # each holds a connection of the database for as long as it reads
 IN_MEMORY_MOST = 1 << 20  # bytes; what is larger waits for its reader in a temporary file
 CHUNK_BYTES = 1 << 16
+
+
+class ShownReport(Shown, frozen=True, kw_only=True):
+    """What store/verify.py found."""
+
+    period: str
+    closed: bool
+    rows: int
+    lines: int
+    amounts: dict[str, str]
+    flawed: dict[str, int]
+    flaws: list[Flaw]
+    ok: bool
+    exports: int  # that were made again and compared
 
 
 class Exports:
@@ -57,7 +70,7 @@ class Exports:
 
     async def _written(self, asked: Asked, file: BinaryIO) -> tuple[Digest, bool]:
         closed = usage.is_closed(asked.period, now_us())  # before it is read: what is read after that stays
-        async with self._snapshot() as connection:
+        async with self._snapshot(asked.tenant_id) as connection:
             digest = await write(connection, asked, file)
         if closed:
             await self._compare(asked, digest)
@@ -84,30 +97,50 @@ class Exports:
             recorded = await bill.exported(connection, period)
             for export, first in recorded.items():
                 report.add(await _changed(connection, export, first))
-        shown = asdict(report) | {"ok": not report.flawed, "exports": len(recorded)}
-        return JSONResponse(shown)
+        return answered(ShownReport(**vars(report), ok=not report.flawed, exports=len(recorded)))
 
     @contextlib.asynccontextmanager
-    async def _snapshot(self) -> AsyncIterator[AsyncConnection]:
+    async def _snapshot(self, tenant_id: str | None = None) -> AsyncIterator[AsyncConnection]:
         """Raises Problem."""
         if self._open == AT_ONCE_MOST:
             detail = f"{AT_ONCE_MOST} months are being read already, the most at once: try again in some seconds"
             raise Problem(503, "exports_busy", detail, headers={"retry-after": "5"})
         self._open += 1
         try:
-            async with self._database.snapshot() as connection:
+            async with self._database.of(tenant_id).snapshot() as connection:
                 yield connection
         finally:
             self._open -= 1
 
 
+@Operation(
+    media=tuple(sorted({chosen.media_type for chosen in FORMATS.values()})),
+    query=(
+        PERIOD,
+        OF_TENANT,
+        Query("format", Literal[tuple(FORMATS)], "How it is written; csv unless it is said."),
+        Query("detail", str, "Which lines: the first that the format has unless it is said."),
+    ),
+    problems=(409,),
+)
+async def export(call: Call, exports: Exports) -> Response:
+    """Send a month's bill as a file; once the month is closed, always the same one."""
+    return await exports.serve(call)
+
+
+@Operation(ShownReport, query=(PERIOD,))
+async def verify_bill(call: Call, exports: Exports) -> Response:
+    """Compute a month's bill again, from its rows and prices, and say what is wrong."""
+    return await exports.verify(call)
+
+
 async def _asked(call: Call) -> Asked:
     """Raises Problem."""
     period = month("?period", call.query("period"))
-    format = call.query("format") or "csv"
+    format = call.query("format", "csv")
     one_of("?format", format, FORMATS)
     details = FORMATS[format].details
-    detail = call.query("detail") or details[0]
+    detail = call.query("detail", details[0])
     one_of("?detail", detail, details)
     return Asked(period, await call.tenant_id(), format, detail)
 

@@ -50,6 +50,10 @@ class Fleet:
         await self._bus.watch(wire.LEADER, self._leader_changed)
 
     @property
+    def connected(self) -> bool:
+        return self._bus.connected
+
+    @property
     def leader(self) -> wire.Leader | None:
         """The scheduler that looks after the fleet, and how many runtimes it wishes for."""
         if self._leader is None or time.monotonic() - self._leader[1] > LEASE_TTL_S:
@@ -148,9 +152,9 @@ class Fleet:
         """What the runtimes were told to serve."""
         return await self._bus.keys(wire.MODELS)
 
-    async def order(self, subject: str, order: wire.Message) -> None:
+    async def ask(self, subject: str, message: wire.Message) -> bytes:
         """Of a runtime. Raises BusError."""
-        await self._bus.request(subject, order)
+        return await self._bus.request(subject, message)
 
     async def control(self, key: str, op: str) -> wire.Reply:
         """Ask every runtime that has the model to put it to sleep or wake it; the first refusal, or consent."""

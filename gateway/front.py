@@ -53,14 +53,16 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from gateway.dispatch import Dispatcher, Unserved
 from gateway.errors import Problem
 from gateway.fleet import Fleet
-from gateway.meter import Call, Meter
+from gateway.meter import Call
+from gateway.metrics import Tally
 from gateway.objectives import label
 from gateway.quotas import Admission
 from gateway.relay import Refused, Relay
+from gateway.timing import Timing
 from runtime.request import Objective
 from store import wire
 from store.bus import TooLarge
-from store.wire import Delta, EngineSpec
+from store.wire import NOTHING_SPENT, Delta, EngineSpec, Spent
 
 FRONTS_MOST = 64
 INLINE_MOST = 1 << 62  # bytes: arrays always inside the one buffer we ship
@@ -89,12 +91,17 @@ class Served:
     cache_salt: str  # of the tenant: prefixes are never shared across tenants
     call: Call
     deadline: float  # monotonic; a model must take the request until then
-    arrived_at: float  # monotonic
+    began_at: float  # monotonic; its first byte came
+    arrived_at: float  # monotonic; it was read and understood: its objective counts from here
     objective: Objective
+    tally: Tally
     admission: Admission | None = None  # None: the tenant has no limits
     refused: Problem | None = None  # what the client is to hear instead of vLLM's words
     streaming: bool = False
     made_tokens: int = 0  # handed to the code that writes the response
+    weight: float = 1.0  # of the tenant
+    trace: str = ""  # traceparent of its span; empty: it is not traced
+    timing: Timing | None = None  # of its stream, of several the one that was asked for last
 
     @property
     def exhausted(self) -> bool:
@@ -107,14 +114,15 @@ class Cost:
     """What one of a call's requests has cost so far."""
 
     call: Call
-    gpu_us: int = 0
-    switch_us: int = 0
+    spent: Spent = NOTHING_SPENT
 
     def add(self, delta: Delta) -> None:
         """Its sums go on; the call has those of all its requests."""
-        self.call.gpu_us += delta.gpu_us - self.gpu_us
-        self.call.switch_us += delta.switch_us - self.switch_us
-        self.gpu_us, self.switch_us = delta.gpu_us, delta.switch_us
+        call, before, self.spent = self.call, self.spent, delta.spent
+        call.gpu_us += delta.spent.gpu_us - before.gpu_us
+        call.switch_us += delta.spent.switch_us - before.switch_us
+        call.kv_byte_s += delta.spent.kv_byte_s - before.kv_byte_s
+        call.cache_byte_s += delta.spent.cache_byte_s - before.cache_byte_s
 
 
 SERVED: ContextVar[Served] = ContextVar("served")
@@ -126,7 +134,6 @@ class Deps:
 
     relay: Relay
     fleet: Fleet
-    meter: Meter
     gateway: str
     resume_s: float
 
@@ -188,8 +195,11 @@ class BusCore:
             payload=bytes(cast(bytes, payload)),
             engine=self._engine,
             label=label(served.call.opened.tenant_id, served.call.opened.deployment_id),
+            tenant=served.call.opened.tenant_id,
+            weight=served.weight,
             tbt_s=served.objective.tbt_s,
             patience_s=served.objective.patience_s,
+            trace=served.trace,
         )
         self._costs[request.request_id] = Cost(served.call)
         if served.admission is not None:
@@ -207,7 +217,8 @@ class BusCore:
     async def _submit(self, id: str, run: wire.Run, served: Served) -> None:
         due_at = served.arrived_at + served.objective.ttft_s
         try:
-            await self._dispatcher.submit(id, run, due_at, served.deadline)
+            timing = served.timing = Timing(served.began_at, served.tally)
+            await self._dispatcher.submit(id, run, due_at, served.deadline, timing)
         except TooLarge as error:
             raise GracefulHTTPError(str(error), HTTPStatus.REQUEST_ENTITY_TOO_LARGE) from error
         except Refused as error:
@@ -272,7 +283,7 @@ class BusCore:
 class BusLLM(AsyncLLM):
     """AsyncLLM without an engine of its own: what its constructor makes, but for the core, which is on the bus."""
 
-    def __init__(self, config: VllmConfig, core: BusCore, meter: Meter) -> None:
+    def __init__(self, config: VllmConfig, core: BusCore) -> None:
         self.vllm_config = config
         self.model_config = config.model_config
         self.scheduler_config = config.scheduler_config
@@ -289,10 +300,9 @@ class BusLLM(AsyncLLM):
         self.output_handler = None
         self.profiler = None
         core.llm = self
-        self._meter = meter
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-        """Counts for the call what the consumer took: when it asks for more, what it had is with the client."""
+        """Says what the code that writes the response has; gateway/answer.py counts it when it was written."""
         served = SERVED.get()
         prompt_counted = False
         async for output in super().generate(*args, **kwargs):
@@ -300,13 +310,10 @@ class BusLLM(AsyncLLM):
                 prompt_counted = True
                 served.call.prompt_tokens += len(output.prompt_token_ids or ())
                 served.call.cached_tokens += output.num_cached_tokens or 0
-            yield output
             served.made_tokens += sum(len(choice.token_ids) for choice in output.outputs)
             for choice in output.outputs:
                 served.call.finish = choice.finish_reason or served.call.finish
-            if served.streaming:
-                served.call.output_tokens = served.made_tokens
-                self._meter.count(served.call)
+            yield output
 
     def fail(self, request_id: str, error: str) -> None:
         """End one request with an error its client will see."""
@@ -349,7 +356,7 @@ class Front:
 
 def _build_llm(spec: EngineSpec, deps: Deps) -> BusLLM:
     config = engine_args(spec).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    return BusLLM(config, BusCore(deps, spec.key), deps.meter)
+    return BusLLM(config, BusCore(deps, spec.key))
 
 
 async def _build_front(spec: EngineSpec, dressing: Dressing, deps: Deps) -> Front:

@@ -11,33 +11,38 @@ import contextlib
 import hashlib
 import hmac
 import time
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 
 import msgspec
 import structlog
 import uuid_utils
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.answer import Answer
+from gateway.api import answered
 from gateway.auth import Auth, Caller, Target
+from gateway.canary import takes
 from gateway.errors import Fault, Problem, from_store, openai_response, unauthorized
 from gateway.fleet import COLDNESS, Fleet
 from gateway.front import Front, Fronts, Served
-from gateway.limits import Disconnected, TooLong, TooSlow, read_body
+from gateway.limits import CLOSING, Disconnected, read_body
 from gateway.meter import Call, Meter, MeterFull
+from gateway.metrics import Metrics, Tally
 from gateway.objectives import objective
+from gateway.offered import GENERATING, MODELS, REPEATING, ModelCard, ModelCards
 from gateway.quotas import Admission, Quotas
+from gateway.recent import Recent, Seen
+from gateway.spans import begin, end, tell
+from gateway.status import loadable
 from store import wire
 from store.db import DatabaseError
+from store.tracing import Span, Traces, traceparent
 
 log = structlog.get_logger()
 
-# Our path → vLLM's. What is not here is not offered: vLLM has routes that are not for tenants.
-GENERATING = {path: path for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")}
-REPEATING = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
 HOLD_POLL_S = 0.5
 LEAVING_S = 0.05  # the longest that a handler may take to notice that its client has left, before it is cancelled
 
@@ -57,6 +62,25 @@ class Bounds:
     hold_deadline_s: float
 
 
+@dataclass
+class Visit:
+    """What becomes of a request, for the counters."""
+
+    request_id: str
+    tally: Tally
+    status: int = 499  # the client left before an answer began
+    began_at: float = field(default_factory=time.monotonic)
+    span: Span | None = None  # None: nobody wants traces
+
+    def noting(self, send: Send) -> Send:
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+            await send(message)
+
+        return note
+
+
 @dataclass(frozen=True)
 class Asked:
     """A request that was understood: who wants what of which deployment."""
@@ -64,7 +88,7 @@ class Asked:
     caller: Caller
     name: str  # the deployment's, as the client said it
     target: Target
-    request_id: str
+    visit: Visit
     arrived_at: float  # monotonic
     deadline: float  # monotonic
 
@@ -79,45 +103,62 @@ class Inference:
     meter: Meter
     quotas: Quotas
     bounds: Bounds
+    metrics: Metrics
     salt: bytes  # secret: cache salts are derived from it
+    recent: Recent = field(default_factory=Recent)
+    traces: Traces | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        request_id = str(uuid_utils.uuid7())
+        visit = Visit(str(uuid_utils.uuid7()), self.metrics.tally("", ""))
+        if self.traces:
+            visit.span = begin(self.traces, visit.request_id, scope)
         try:
-            response = await self._answer(request, send, request_id)
+            await self._respond(Request(scope, receive), send, visit)
+        except Exception:
+            visit.status = 500
+            raise
+        finally:
+            visit.tally.answered(visit.status)
+            if visit.span:
+                end(visit.span, visit.status)
+
+    async def _respond(self, request: Request, send: Send, visit: Visit) -> None:
+        try:
+            response = await self._answer(request, send, visit)
         except Problem as problem:
-            response = openai_response(problem, request_id)
+            response = openai_response(problem, visit.request_id)
         except DatabaseError as error:
             log.warning("inference.database", error=str(error))
-            response = openai_response(from_store(error), request_id)
+            response = openai_response(from_store(error), visit.request_id)
         except Disconnected:
             return
         if response is not None:
-            await response(scope, receive, send)
+            visit.status = response.status_code
+            await response(request.scope, request.receive, send)
 
-    async def _answer(self, request: Request, send: Send, request_id: str) -> Response | None:
+    async def _answer(self, request: Request, send: Send, visit: Visit) -> Response | None:
         """The response, or None when it was sent already."""
         tenant, path = _split(request.scope["path"])
         caller = await self._caller(request, tenant)
-        if path == "/v1/models" or path.startswith("/v1/models/"):
+        if path == MODELS or path.startswith(MODELS + "/"):
             _allow(request, "GET")
-            return await self._models(caller, path.removeprefix("/v1/models").strip("/"))
+            return await self._models(caller, path.removeprefix(MODELS).strip("/"))
         route = GENERATING.get(path) or REPEATING.get(path)
         if route is None:
             raise Problem(404, "not_found", f"there is no {path} here")
         _allow(request, "POST")
-        body = await self._body(request)
+        body = await read_body(request, self.bounds.body_bytes, self.bounds.body_deadline_s)
         name = _model(body)
-        target = await self._target(caller, name)
+        target = self._revision(await self._target(caller, name), visit.request_id)
+        visit.tally = self.metrics.tally(str(caller.tenant_id), target.deployment_id)
         arrived_at = time.monotonic()
         deadline = arrived_at + min(self.bounds.hold_deadline_s, _prefer_wait_s(request))
-        exchange = Exchange(request, send, request_id, route, body)
-        asked = Asked(caller, name, target, request_id, arrived_at, deadline)
+        exchange = Exchange(request, send, visit.request_id, route, body)
+        asked = Asked(caller, name, target, visit, arrived_at, deadline)
         if path in REPEATING:
             await self._hold(target, deadline)
             front = await self._front(target)
-            await exchange.pass_on(self.fronts, front, None, send, asyncio.Event().wait())
+            await exchange.pass_on(self.fronts, front, None, visit.noting(send), asyncio.Event().wait())
         else:
             await self._generate(exchange, asked)
         return None
@@ -138,14 +179,6 @@ class Inference:
             raise Problem(404, "not_found", "the admin key has no tenant of its own: use /t/TENANT/v1")
         return caller
 
-    async def _body(self, request: Request) -> bytes:
-        try:
-            return await read_body(request.receive, self.bounds.body_bytes, self.bounds.body_deadline_s)
-        except TooLong as error:
-            raise Problem(413, "request_too_large", str(error)) from error
-        except TooSlow as error:
-            raise Problem(408, "request_timeout", str(error)) from error
-
     async def _target(self, caller: Caller, name: str) -> Target:
         assert caller.tenant_id is not None
         target = await self.auth.deployment(caller.tenant_id, name)
@@ -153,13 +186,21 @@ class Inference:
             raise Problem(404, "model_not_found", f"there is no deployment {name!r}", [Fault("/model", "unknown")])
         return target
 
+    def _revision(self, target: Target, request_id: str) -> Target:
+        """The canary's, if the request is one of its share and some runtime can serve it."""
+        canary = target.canary
+        if canary is None or not takes(request_id, target.canary_weight):
+            return target
+        key = canary.spec.key
+        return canary if loadable(self.fleet.states(key).values()) and self.fleet.choose(key) else target
+
     async def _models(self, caller: Caller, name: str) -> Response:
         assert caller.tenant_id is not None
         if name:
             target = await self._target(caller, name)
-            return JSONResponse(_card(name, target))
+            return answered(_card(name, target))
         targets = await self.auth.deployments(caller.tenant_id)
-        return JSONResponse({"object": "list", "data": [_card(target.name, target) for target in targets]})
+        return answered(ModelCards(data=[_card(target.name, target) for target in targets]))
 
     def _cache_salt(self, caller: Caller) -> str:
         """Prefix caches are shared within a tenant only, and nobody can guess another's salt."""
@@ -205,14 +246,28 @@ class Inference:
         target = asked.target
         cold = await self._hold(target, asked.deadline)
         front = await self._front(target)
-        call = self._open(asked.request_id, asked.caller, target)
+        request_id, tally = asked.visit.request_id, asked.visit.tally
+        call = self._open(request_id, asked.caller, target)
         if admission is not None:
             admission.call = call
         due = objective(target.slo, target.priority, target.tenant_weight)
         salt = self._cache_salt(asked.caller)
-        served = Served(asked.name, salt, call, asked.deadline, asked.arrived_at, due, admission)
-        headers = {"x-request-id": asked.request_id, "x-staccato-cold": cold}
-        await self._serve(exchange, front, served, Answer(exchange.send, served, self.meter, headers))
+        served = Served(
+            asked.name, salt, call, asked.deadline, asked.visit.began_at, asked.arrived_at, due, tally, admission
+        )
+        served.weight, served.trace = target.tenant_weight, traceparent(asked.visit.span)
+        headers = {
+            "x-request-id": request_id,
+            "x-staccato-cold": cold,
+            "x-staccato-revision": str(target.revision),
+        }
+        answer = Answer(exchange.send, served, self.meter, headers, exchange.prefers_timing)
+        try:
+            await self._serve(exchange, front, served, answer)
+        finally:
+            asked.visit.status = answer.status
+            if self.traces and asked.visit.span:
+                tell(self.traces, asked.visit.span, exchange.path, asked.name, served)
 
     def _open(self, request_id: str, caller: Caller, target: Target) -> Call:
         now = time.time()
@@ -244,9 +299,38 @@ class Inference:
         try:
             complete = await exchange.pass_on(self.fronts, front, served, answer.send, answer.patience())
             ended = "budget_exhausted" if served.exhausted else served.call.finish
-            finish = "cancelled" if not complete else "error" if answer.failed else ended
+            finish = "cancelled" if not complete else answer.failure if answer.failed else ended
         finally:
-            self.meter.close(served.call, finish)
+            self._close(served, answer, finish)
+
+    def _close(self, served: Served, answer: Answer, finish: str) -> None:
+        call, tally = served.call, served.tally
+        self.meter.close(call, finish)
+        if served.timing is not None:
+            served.timing.end(time.monotonic())
+        self.recent.add(call.opened.tenant_id, _seen(served, answer.cold, finish))
+        for kind, tokens in zip(
+            ("prompt", "cached", "output"), (call.prompt_tokens, call.cached_tokens, call.output_tokens), strict=True
+        ):
+            tally.tokens(kind, tokens)
+        if answer.started and finish in ("cancelled", "error", "refused"):
+            self.metrics.aborted("client" if finish == "cancelled" else "platform")
+
+
+def _seen(served: Served, cold: str, finish: str) -> Seen:
+    call, timing = served.call, served.timing
+    return Seen(
+        id=call.opened.request,
+        deployment_id=call.opened.deployment_id,
+        revision=call.opened.revision,
+        started_at=call.opened.started_at,
+        cold=cold,
+        finish=finish,
+        prompt_tokens=call.prompt_tokens,
+        cached_tokens=call.cached_tokens,
+        output_tokens=call.output_tokens,
+        breakdown=timing.breakdown(timing.ended_at or 0.0) if timing else None,
+    )
 
 
 class Exchange:
@@ -256,7 +340,10 @@ class Exchange:
         self.send = send
         self._receive = request.receive
         self._body: bytes | None = body
+        self.path = route
         self._gone = asyncio.Event()
+        self._closing: Callable[[], bool] = request.scope.get("extensions", {}).get(CLOSING, lambda: False)
+        self.prefers_timing = "timing" in _preferences(request)
         headers = [(name, value) for name, value in request.scope["headers"] if name != b"x-request-id"]
         headers.append((b"x-request-id", request_id.encode()))
         self._scope = {**request.scope, "path": route, "raw_path": route.encode(), "root_path": "", "headers": headers}
@@ -265,10 +352,14 @@ class Exchange:
         self, fronts: Fronts, front: Front, served: Served | None, send: Send, patience: Coroutine[None, None, object]
     ) -> bool:
         """Let vLLM answer; False when the client went away, or our `patience` with it ended, before the end."""
+        ended = False
 
         async def send_while_there(message: Message) -> None:
-            if not self._gone.is_set():
+            """uvicorn drops what comes between the loss of a connection and the news of it; it must not be counted."""
+            nonlocal ended
+            if not (self._gone.is_set() or self._closing()):
                 await send(message)
+                ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         answering = asyncio.create_task(fronts.handle(front, served, self._scope, self._replay, send_while_there))
         waiting = [asyncio.create_task(self._watch()), asyncio.create_task(patience)]
@@ -276,8 +367,7 @@ class Exchange:
             await asyncio.wait([answering, *waiting], return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
                 answering.result()
-                return True
-            return False
+            return ended
         except OSError:  # its socket is gone
             return False
         finally:
@@ -318,7 +408,7 @@ def _allow(request: Request, method: str) -> None:
 def _model(body: bytes) -> str:
     try:
         name = msgspec.json.decode(body, type=Ask).model
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Problem(400, "invalid_json", f"the body is not the JSON object expected: {error}") from error
     if not name:
         raise Problem(
@@ -327,22 +417,19 @@ def _model(body: bytes) -> str:
     return name
 
 
+def _preferences(request: Request) -> dict[str, str]:
+    """`Prefer` (RFC 7240): `wait=N`, seconds, and `timing`."""
+    said = (preference.strip().partition("=") for preference in request.headers.get("prefer", "").split(","))
+    return {name.lower(): value for name, _, value in said}
+
+
 def _prefer_wait_s(request: Request) -> float:
-    """`Prefer: wait=N` (RFC 7240), seconds."""
-    for preference in request.headers.get("prefer", "").split(","):
-        name, _, value = preference.strip().partition("=")
-        if name.lower() == "wait":
-            with contextlib.suppress(ValueError):
-                return max(0.0, float(value))
+    with contextlib.suppress(KeyError, ValueError):
+        return max(0.0, float(_preferences(request)["wait"]))
     return float("inf")
 
 
-def _card(name: str, target: Target) -> dict[str, object]:
-    """OpenAI's model object."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(target.created_at),
-        "owned_by": target.owner,
-        "max_model_len": target.spec.max_model_len,
-    }
+def _card(name: str, target: Target) -> ModelCard:
+    return ModelCard(
+        id=name, created=int(target.created_at), owned_by=target.owner, max_model_len=target.spec.max_model_len
+    )

@@ -1,96 +1,222 @@
-"""What a client may cost before it said what it wants: bytes and seconds of headers and body (uvicorn bounds none)."""
+"""What a client may cost: connections, bytes and seconds of its requests, and how long it may leave answers unread.
+
+uvicorn bounds none of these. Whoever goes over one is answered where HTTP still allows it, and cut off.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import resource
+import socket
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
-from starlette.types import Receive
+from starlette.requests import Request
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway.errors import Problem
+
 HEADER_BYTES_MOST = 64 << 10
+BODY_BYTES_PER_S_LEAST = 32 << 10  # what has come moves a body's deadline by so much
+BODIES_BYTES_MOST = 256 << 20  # of all bodies that are being read
+PIPELINED_MOST = 16  # requests of a connection that wait for the answer to an earlier one
+UNSENT_BYTES_MOST = 16 << 10  # in the kernel, which else takes some MiB of what nobody reads, and as much here
+LINGER_S = 2.0  # after an answer that did not wait for all that was sent
+CLOSING = "staccato.closing"  # the ASGI extension that says whether what is sent now is for nobody
 
 
 class Disconnected(Exception):
     """The client went away."""
 
 
-class TooSlow(Exception):
-    """The body did not come in time."""
+_reading = 0  # bytes of all bodies that are being read
 
 
-class TooLong(Exception):
-    """The body has more bytes than allowed."""
-
-
-async def read_body(receive: Receive, most: int, deadline_s: float) -> bytes:
-    """The whole body. Raises TooLong (before buffering more than `most` bytes), TooSlow, Disconnected."""
+async def read_body(request: Request, most: int, deadline_s: float) -> bytes:
+    """The whole body, of at most `most` bytes. Raises Problem, Disconnected."""
+    global _reading
     chunks: list[bytes] = []
     size = 0
+    too_large = Problem(
+        413, "request_too_large", f"the body has more than {most} bytes, the most this gateway takes: send less"
+    )
+    if int(request.headers.get("content-length", 0)) > most:  # the parser has seen that it is a number
+        raise too_large
     try:
-        async with asyncio.timeout(deadline_s):
+        async with asyncio.timeout(deadline_s) as deadline:
+            due = deadline.when()
+            assert due is not None
             while True:
-                message = await receive()
+                message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise Disconnected
                 chunk = message.get("body", b"")
                 size += len(chunk)
+                _reading += len(chunk)
                 if size > most:
-                    raise TooLong(f"the body has more than {most} bytes, the most this gateway takes: send less")
+                    raise too_large
+                if _reading > BODIES_BYTES_MOST:
+                    detail = "too many large requests are being read: try again in some seconds"
+                    raise Problem(503, "overloaded", detail, headers={"retry-after": "2"})
                 chunks.append(chunk)
                 if not message.get("more_body", False):
                     return b"".join(chunks)
+                deadline.reschedule(due + size / BODY_BYTES_PER_S_LEAST)
     except TimeoutError:
-        raise TooSlow(f"the body was not complete after {deadline_s:g} s: {size} bytes came") from None
+        late_s = deadline_s + size / BODY_BYTES_PER_S_LEAST
+        detail = f"the body was not complete after {late_s:.3g} s: {size} bytes came"
+        raise Problem(408, "request_timeout", detail) from None
+    finally:
+        _reading -= size
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of every connection."""
+
+    header_deadline_s: float = 10.0
+    read_deadline_s: float = 10.0  # an answer that waits and of which the client reads nothing is given up
+    per_address: int = 1024  # connections
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's protocol with a deadline and a size for the headers of each request."""
+    """uvicorn's protocol within limits."""
 
-    header_deadline_s = 10.0
-    _deadline: asyncio.TimerHandle | None = None
+    limits = Limits()
+    addresses: Counter[str] = Counter()
+    _headers_due: asyncio.TimerHandle | None = None  # while they are not complete
     _header_bytes = 0
+    _read_due: asyncio.TimerHandle | None = None  # while more waits to be read than we keep
+    _lingering = False
+
+    # ── the connection ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_deadline()
+        self._address = self.client[0] if self.client else ""
+        self.addresses[self._address] += 1
+        if (own := transport.get_extra_info("socket")) is not None:
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES_MOST)
+        transport.set_write_buffer_limits(UNSENT_BYTES_MOST)
+        if self.addresses[self._address] > self.limits.per_address:
+            self._refuse(b"429 Too Many Requests")
+        else:
+            self._start_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_deadline()
+        self.addresses[self._address] -= 1
+        if not self.addresses[self._address]:
+            del self.addresses[self._address]
+        self._stop_headers()
+        self._stop_reading_clock()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._over:
+            return
+        headers = self._headers_due
+        super().data_received(data)
+        if headers is not None and headers is self._headers_due:  # a name or value without an end is nowhere counted
+            self._header_bytes += len(data)
+            self._check_headers()
+
+    # ── headers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["extensions"] = {CLOSING: self.transport.is_closing}  # type: ignore[dict-item]
         self._header_bytes = 0
-        self._start_deadline()
+        self._start_headers()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_bytes += len(name) + len(value)
-        if self._header_bytes > HEADER_BYTES_MOST:
-            self._refuse(b"431 Request Header Fields Too Large")
-            return
-        super().on_header(name, value)
+        if self._check_headers():
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._stop_deadline()
-        if not self.transport.is_closing():
+        self._stop_headers()
+        if self._over:
+            return
+        if len(self.pipeline) >= PIPELINED_MOST:
+            self.transport.abort()
+        else:
             super().on_headers_complete()
 
-    def _start_deadline(self) -> None:
-        self._stop_deadline()
-        self._deadline = self.loop.call_later(self.header_deadline_s, self._refuse, b"408 Request Timeout")
+    def _check_headers(self) -> bool:
+        if self._header_bytes > HEADER_BYTES_MOST:
+            self._refuse(b"431 Request Header Fields Too Large")
+        return self._header_bytes <= HEADER_BYTES_MOST
 
-    def _stop_deadline(self) -> None:
-        if self._deadline:
-            self._deadline.cancel()
-            self._deadline = None
+    def _start_headers(self) -> None:
+        self._stop_headers()
+        due_s = self.limits.header_deadline_s
+        self._headers_due = self.loop.call_later(due_s, self._refuse, b"408 Request Timeout")
+
+    def _stop_headers(self) -> None:
+        if self._headers_due:
+            self._headers_due.cancel()
+            self._headers_due = None
 
     def _refuse(self, status: bytes) -> None:
-        if not self.transport.is_closing():
-            self.transport.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
-            self.transport.close()
+        if self._over:
+            return
+        if self.cycle is not None and not self.cycle.response_complete:  # nothing can be said in another's answer
+            self.transport.abort()
+            return
+        self.transport.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        self._linger()
+
+    # ── the answer ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._read_due = self.loop.call_later(self.limits.read_deadline_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_reading_clock()
+        super().resume_writing()
+
+    def _stop_reading_clock(self) -> None:
+        if self._read_due:
+            self._read_due.cancel()
+            self._read_due = None
+
+    def on_response_complete(self) -> None:
+        cut_short = not self.pipeline and self.cycle.more_body
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._close()
+        elif cut_short:
+            self._linger()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """What is written may still be read, but not for ever."""
+        self.transport.close()
+        self.loop.call_later(self.limits.read_deadline_s, self.transport.abort)
+
+    @property
+    def _over(self) -> bool:
+        """What comes now is for nobody."""
+        return self._lingering or self.transport.is_closing()
+
+    def _linger(self) -> None:
+        """The rest of what is sent is let pass for a moment: closed at once, the client might lose the answer."""
+        self._unset_keepalive_if_required()
+        self._lingering = True
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.abort)
 
 
-def protocol(header_deadline_s: float) -> type[Any]:
+def raise_open_files() -> None:
+    """To the most that the system lets this process have: a connection is a file."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def protocol(limits: Limits) -> type[Any]:
     """The class for uvicorn's `http`, which makes one object a connection and gives it no settings of ours."""
-    return type("BoundedHttp", (BoundedHttp,), {"header_deadline_s": header_deadline_s})
+    return type("BoundedHttp", (BoundedHttp,), {"limits": limits, "addresses": Counter()})

@@ -11,13 +11,15 @@ import asyncio
 import fcntl
 import mmap
 import os
-import struct
 import time
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
+from runtime.shares import may_take
 from store import wire
 from store.bus import Bus, BusError
 
@@ -28,15 +30,21 @@ SLOT_BYTES = 1024
 CHECKPOINT_PERIOD_S = 5.0
 RETRY_PAUSE_S = 0.5
 BOOKERS = 16  # each waits for JetStream's disk
-# Length of the record (0: free), seq, prompt, cached, output tokens, microseconds of steps and of switches:
-_COUNTERS = struct.Struct("<IQQQQQQ")
+WORD_BYTES = 8
+SLOT_WORDS = SLOT_BYTES // WORD_BYTES
+# The words of a slot: length of the record (0: free), then the counters in the order of Call. Then comes the record.
+HEAD_WORDS = 9
+RECORD_BYTES_MOST = SLOT_BYTES - HEAD_WORDS * WORD_BYTES
 
 
 class MeterFull(Exception):
-    """No slot is free: usage can't be recorded, so nothing may be served."""
+    """No slot is free for the tenant: usage can't be recorded, so nothing may be served."""
 
-    def __init__(self) -> None:
-        super().__init__(f"{SLOTS} requests are open or not yet booked, the most this gateway keeps: try again later")
+    def __init__(self, own: int, free: int) -> None:
+        super().__init__(
+            f"{own} requests of this tenant are open or not yet booked, and this gateway has room for {free} of all "
+            "tenants: try again later"
+        )
 
 
 @dataclass(slots=True)
@@ -51,6 +59,8 @@ class Call:
     output_tokens: int = 0
     gpu_us: int = 0
     switch_us: int = 0
+    kv_byte_s: int = 0
+    cache_byte_s: int = 0
     finish: str = "open"
 
     def usage(self, final: bool, now: float) -> wire.Usage:
@@ -63,6 +73,8 @@ class Call:
             output_tokens=self.output_tokens,
             gpu_us=self.gpu_us,
             switch_us=self.switch_us,
+            kv_byte_s=self.kv_byte_s,
+            cache_byte_s=self.cache_byte_s,
             ended_at=now,
             finish=self.finish,
         )
@@ -77,45 +89,55 @@ class Journal:
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(self._file, SLOTS * SLOT_BYTES)
         self._map = mmap.mmap(self._file, SLOTS * SLOT_BYTES)
-        self._free = [slot for slot in reversed(range(SLOTS)) if not self._length(slot)]
-
-    def _length(self, slot: int) -> int:
-        return int(_COUNTERS.unpack_from(self._map, slot * SLOT_BYTES)[0])
+        # A word is stored at once: a kill leaves the value before or the one after. (struct writes zeros first.)
+        self._words = memoryview(self._map).cast("Q")
+        self._free = [slot for slot in reversed(range(SLOTS)) if not self._words[slot * SLOT_WORDS]]
 
     def take(self, opened: wire.Usage) -> int:
-        """A slot for the call. Raises MeterFull."""
-        if not self._free:
-            raise MeterFull
+        """A slot for the call; there is a free one."""
         record = wire.encode(opened)
-        if len(record) > SLOT_BYTES - _COUNTERS.size:
-            raise ValueError(f"a usage record has {len(record)} bytes, at most {SLOT_BYTES - _COUNTERS.size} fit")
+        if len(record) > RECORD_BYTES_MOST:
+            raise ValueError(f"a usage record has {len(record)} bytes, at most {RECORD_BYTES_MOST} fit")
         slot = self._free.pop()
-        start = slot * SLOT_BYTES + _COUNTERS.size
+        start = (slot + 1) * SLOT_BYTES - RECORD_BYTES_MOST
         self._map[start : start + len(record)] = record
-        _COUNTERS.pack_into(self._map, slot * SLOT_BYTES, len(record), 0, 0, 0, 0, 0, 0)  # last: now the slot counts
+        self._set(slot, (0,) * (HEAD_WORDS - 1))
+        self._words[slot * SLOT_WORDS] = len(record)  # last: now the slot counts
         return slot
+
+    @property
+    def slots_free(self) -> int:
+        return len(self._free)
 
     def count(self, call: Call) -> None:
         tokens = (call.prompt_tokens, call.cached_tokens, call.output_tokens)
-        numbers = (call.seq, *tokens, call.gpu_us, call.switch_us)
-        struct.pack_into("<QQQQQQ", self._map, call.slot * SLOT_BYTES + 4, *numbers)
+        device = (call.gpu_us, call.switch_us, call.kv_byte_s, call.cache_byte_s)
+        self._set(call.slot, (call.seq, *tokens, *device))
+
+    def _set(self, slot: int, counters: Iterable[int]) -> None:
+        for word, value in enumerate(counters, slot * SLOT_WORDS + 1):
+            self._words[word] = value
 
     def free(self, slot: int) -> None:
-        _COUNTERS.pack_into(self._map, slot * SLOT_BYTES, *([0] * 7))
+        self._words[slot * SLOT_WORDS] = 0
         self._free.append(slot)
 
     def left_behind(self) -> list[Call]:
         """The calls a dead process left open."""
         calls = []
         for slot in range(SLOTS):
-            if length := self._length(slot):
-                start = slot * SLOT_BYTES + _COUNTERS.size
+            at = slot * SLOT_WORDS
+            if length := self._words[at]:
+                start = (slot + 1) * SLOT_BYTES - RECORD_BYTES_MOST
                 opened = wire.decode(wire.Usage, self._map[start : start + length])
-                _, *counters = _COUNTERS.unpack_from(self._map, slot * SLOT_BYTES)
-                calls.append(Call(opened, slot, *counters))
+                seq, prompt, cached, output, *device = self._words[at + 1 : at + HEAD_WORDS]
+                gpu_us, switch_us, kv_byte_s, cache_byte_s = device
+                tokens = (seq, prompt, cached, output)
+                calls.append(Call(opened, slot, *tokens, gpu_us, switch_us, kv_byte_s, cache_byte_s))
         return calls
 
     def close(self) -> None:
+        self._words.release()
         self._map.close()
         os.close(self._file)
 
@@ -127,13 +149,25 @@ class Meter:
         self._bus = bus
         self._journal = Journal(path)
         self._open: dict[int, Call] = {}
+        self._slots_of: Counter[str] = Counter()  # by tenant
         self._closed: asyncio.Queue[tuple[Call, wire.Usage]] = asyncio.Queue()  # bounded by the slots
         self._tasks: list[asyncio.Task[None]] = []
+        self.last_stored: tuple[str, float] | None = None  # request whose end JetStream has, and UNIX seconds of it
+
+    @property
+    def open_calls(self) -> int:
+        return len(self._open)
+
+    @property
+    def pending_calls(self) -> int:
+        """Closed, and not acknowledged."""
+        return self._closed.qsize()
 
     async def start(self) -> None:
         for call in self._journal.left_behind():
             log.warning("meter.recovered", request=call.opened.request, output_tokens=call.output_tokens)
             call.finish = "gateway_lost"
+            self._slots_of[call.opened.tenant_id] += 1
             self._close(call)
         jobs = [self._checkpoint(), *(self._book() for _ in range(BOOKERS))]
         self._tasks = [asyncio.create_task(job) for job in jobs]
@@ -152,8 +186,12 @@ class Meter:
 
     def open(self, opened: wire.Usage) -> Call:
         """Raises MeterFull."""
+        own, free = self._slots_of[opened.tenant_id], self._journal.slots_free
+        if not may_take(own, free):
+            raise MeterFull(own, free)
         call = Call(opened, self._journal.take(opened))
         self._open[call.slot] = call
+        self._slots_of[opened.tenant_id] += 1
         return call
 
     def count(self, call: Call) -> None:
@@ -175,7 +213,9 @@ class Meter:
             call, usage = await self._closed.get()
             while not await self._publish(usage):
                 await asyncio.sleep(RETRY_PAUSE_S)
+            self.last_stored = (usage.request, usage.ended_at)
             self._journal.free(call.slot)
+            self._slots_of[call.opened.tenant_id] -= 1
             self._closed.task_done()
 
     async def _checkpoint(self) -> None:

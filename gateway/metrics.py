@@ -1,89 +1,308 @@
-"""The fleet as Prometheus reads it: how many runtimes there are and should be, where the time of devices goes, and
-how each deployment's requests kept their objective, on each runtime.
+"""What Prometheus reads of a gateway: what it did itself, and what the runtimes' leases and the database say.
 
-Counters of one runtime, never their sum over runtimes: a counter may only fall when its runtime started anew.
+Every series is declared in `store/series.py`; nothing else can be made here. What leases count is taken up as it grows,
+so a sum over runtimes does not fall when one of them starts anew. Each gateway shows it whole: take the maximum over
+gateways, and add only what they did themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib.metadata
+import itertools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar, cast
 
-from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.fleet import Fleet
-from store.wire import Attained
+from gateway.meter import Meter
+from store import deployments, usage
+from store.db import Database, DatabaseError, now_us
+from store.series import CODES, DEPLOYMENTS_MOST, METRICS, MODELS_MOST, OTHER, WAIT_S
+from store.wire import Attained, Lease, Residency, Spread
 
-_LABELS = ("runtime", "tenant_id", "deployment_id")
-_COUNTERS: dict[str, tuple[str, Callable[[Attained], float]]] = {
-    "staccato_requests": ("Requests that ended.", lambda a: a.requests),
-    "staccato_first_tokens_on_time": ("Requests whose first token was on time.", lambda a: a.first_on_time),
-    "staccato_tokens": ("Tokens made, or owed and never made.", lambda a: a.tokens),
-    "staccato_tokens_on_time": ("By arrival + TTFT + (k - 1) * TBT.", lambda a: a.on_time),
-    "staccato_tokens_on_time_rebased": ("With a new clock after each late one.", lambda a: a.on_time_rebased),
-    "staccato_time_shares": ("Sum of the requests' time-weighted attainment.", lambda a: a.time_shares),
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # a third of all series, and nobody asks when one began
+
+Sums = defaultdict[tuple[str, ...], float]  # by name and labels
+M = TypeVar("M", Counter, Gauge, Histogram)
+_BOUNDS = [*map(str, WAIT_S), "+Inf"]
+Numbers = CounterMetricFamily | GaugeMetricFamily
+
+
+def _numbers(name: str) -> Numbers:
+    metric = METRICS[name]
+    kind = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}[metric.kind]
+    family: Numbers = kind(name, metric.help, labels=metric.labels)
+    return family
+
+
+def _histogram(name: str) -> HistogramMetricFamily:
+    metric = METRICS[name]
+    assert metric.buckets == WAIT_S, f"{name} is not over the bounds of the leases' histograms"
+    return HistogramMetricFamily(name, metric.help, labels=metric.labels)
+
+
+class Labels:
+    """The first so many keep their own labels, those that come later are `other`."""
+
+    def __init__(self, most: int) -> None:
+        self._known: set[str] = set()
+        self._most = most
+
+    def of(self, label: str) -> str:
+        if label not in self._known:
+            if len(self._known) >= self._most:
+                return OTHER
+            self._known.add(label)
+        return label
+
+
+class Made:
+    """Metrics of the library, as declared."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._known: dict[str, Counter | Gauge | Histogram] = {}
+
+    def counter(self, name: str) -> Counter:
+        return self._get(name, Counter)
+
+    def gauge(self, name: str) -> Gauge:
+        return self._get(name, Gauge)
+
+    def histogram(self, name: str) -> Histogram:
+        return self._get(name, partial(Histogram, buckets=METRICS[name].buckets))
+
+    def _get(self, name: str, make: Callable[..., M]) -> M:
+        known = self._known.get(name)
+        if known is None:
+            metric = METRICS[name]
+            known = self._known[name] = make(name, metric.help, metric.labels, registry=self._registry)
+        return cast(M, known)
+
+
+class Tally:
+    """What one deployment's requests add to; its counters are looked up once."""
+
+    def __init__(self, made: Made, labels: tuple[str, str]) -> None:
+        self._made, self._labels = made, labels
+        self.ttft = made.histogram("staccato_ttft_seconds").labels(*labels)
+        self.itl = made.histogram("staccato_itl_seconds").labels(*labels)
+        self.queue = made.histogram("staccato_queue_seconds").labels(*labels)
+
+    def part(self, part: str) -> Counter:
+        return self._made.counter("staccato_request_seconds").labels(*self._labels, part)
+
+    def tokens(self, kind: str, count: int) -> None:
+        self._made.counter("staccato_tokens").labels(*self._labels, kind).inc(count)
+
+    def answered(self, status: int) -> None:
+        code = str(status) if str(status) in CODES else OTHER
+        self._made.counter("staccato_requests").labels(*self._labels, code).inc()
+
+
+class Metrics:
+    """Of one gateway."""
+
+    def __init__(self, fleet: Fleet, meter: Meter | None = None) -> None:
+        """`meter`: of the process that serves requests, too."""
+        self.registry = CollectorRegistry()
+        self._made, self._meter, self._fleet = Made(self.registry), meter, fleet
+        self._deployments = Labels(DEPLOYMENTS_MOST)
+        self._tallies: dict[tuple[str, str], Tally] = {}
+        self._probe: tuple[str, float] | None = None  # a request that ended, and when: has the ledger booked it?
+        self._made.gauge("staccato_build_info").labels(importlib.metadata.version("staccato")).set(1)
+        self.registry.register(_Fleet(fleet))
+        self.registry.register(_Leases(fleet, self._deployments, Labels(MODELS_MOST)))
+        if meter is not None:
+            self._made.gauge("staccato_requests_open").set_function(lambda: meter.open_calls)
+            self._made.gauge("staccato_usage_pending").set_function(lambda: meter.pending_calls)
+        for side in ("client", "platform"):
+            self._made.counter("staccato_stream_aborts").labels(side)
+
+    def tally(self, tenant_id: str, deployment_id: str) -> Tally:
+        """Of a deployment; both empty for requests that named none."""
+        deployment_id = self._deployments.of(deployment_id)
+        key = (OTHER, OTHER) if deployment_id == OTHER else (tenant_id, deployment_id)
+        tally = self._tallies.get(key)
+        if tally is None:
+            tally = self._tallies[key] = Tally(self._made, key)
+        return tally
+
+    def aborted(self, side: str) -> None:
+        self._made.counter("staccato_stream_aborts").labels(side).inc()
+
+    async def shown(self, database: Database) -> bytes:
+        """In Prometheus' format."""
+        self._made.gauge("staccato_bus_connected").set(self._fleet.connected)
+        unreconciled, lag = (
+            self._made.gauge("staccato_usage_unreconciled"),
+            self._made.gauge("staccato_ledger_lag_seconds"),
+        )
+        info = self._made.gauge("staccato_deployment_info")
+        try:
+            async with database.read() as connection:
+                unreconciled.set(await usage.unreconciled(connection, now_us()))
+                if self._probe is not None and await usage.is_final(connection, self._probe[0]):
+                    self._probe = None
+                known = await deployments.everything(connection)
+        except DatabaseError:  # the rest is known all the same
+            unreconciled.set(math.nan)
+        else:
+            info.clear()
+            for found in sorted(known, key=lambda found: found.created_us)[:DEPLOYMENTS_MOST]:
+                info.labels(found.tenant_id, found.id, found.tenant, found.name, found.active.engine.key).set(1)
+        lag.set(time.time() - self._probe[1] if self._probe else 0.0)
+        if self._probe is None and self._meter is not None:
+            self._probe = self._meter.last_stored
+        return generate_latest(self.registry)
+
+
+# ── what leases say ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Fleet(Collector):
+    """Of each runtime, as it is. Its counters begin anew when it does, as Prometheus expects."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterable[Metric]:
+        leases, leader = self._fleet.leases, self._fleet.leader
+        yield _single("staccato_runtimes", len(leases))
+        if leader and leader.wanted:
+            yield _single("staccato_runtimes_wanted", leader.wanted)
+        for name, value in _OF_RUNTIMES.items():
+            family = _numbers(name)
+            for runtime, lease in leases.items():
+                family.add_metric([runtime], value(lease))
+            yield family
+        seconds = _numbers("staccato_device_seconds")
+        wakes, switches = _histogram("staccato_wake_seconds"), _histogram("staccato_switch_seconds")
+        for runtime, lease in leases.items():
+            for state, us in _states(lease).items():
+                seconds.add_metric([runtime, state], us / 1e6)
+            for source, spread in sorted(lease.wakes.items()):
+                _spread(wakes, [runtime, source], spread)
+            _spread(switches, [runtime], lease.switch_times)
+        yield from (seconds, wakes, switches)
+
+
+_OF_RUNTIMES: dict[str, Callable[[Lease], float]] = {
+    "staccato_runtime_draining": lambda lease: lease.draining,
+    "staccato_device_pages": lambda lease: lease.pages_total,
+    "staccato_device_pages_used": lambda lease: lease.pages_used,
+    "staccato_device_page_bytes": lambda lease: lease.page_bytes,
+    "staccato_switches": lambda lease: lease.switches,
+    "staccato_moves": lambda lease: lease.moved,
 }
 
 
-def registry(fleet: Fleet) -> CollectorRegistry:
-    made = CollectorRegistry()
-    made.register(_Size(fleet))
-    made.register(_Attainment(fleet))
-    made.register(_Time(fleet))
-    return made
+def _single(name: str, value: float) -> Numbers:
+    family = _numbers(name)
+    family.add_metric([], value)
+    return family
 
 
-class _Time(Collector):
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+def _states(lease: Lease) -> dict[str, int]:
+    accounts = lease.accounts
+    step_us, switch_us = (sum(kinds[n] for kinds in accounts.labels.values()) for n in (0, 1))
+    return {
+        "step": step_us,
+        "switch": switch_us,
+        "idle": accounts.idle_us,
+        "platform": accounts.platform_us,
+    }
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        used = CounterMetricFamily(
-            "staccato_device_seconds_used", "Of devices, by whom and what for.", labels=(*_LABELS, "kind")
-        )
-        others = CounterMetricFamily(
-            "staccato_device_seconds_unused", "Of devices, by nobody or the platform.", labels=("runtime", "kind")
-        )
+
+def _spread(family: HistogramMetricFamily, labels: list[str], spread: Spread) -> None:
+    if len(spread.counts) == len(_BOUNDS):  # else the runtime has other bounds: another version
+        counts = itertools.accumulate(spread.counts)
+        family.add_metric(labels, buckets=list(zip(_BOUNDS, counts, strict=True)), sum_value=spread.sum_s)
+
+
+class Growth:
+    """Sums of what counters of several runtimes grew by since this began. Those begin at nought with their runtimes."""
+
+    def __init__(self, began_ms: int) -> None:
+        self.sums: Sums = defaultdict(float)
+        self._began_ms = began_ms
+        self._seen: dict[str, Sums] = {}
+
+    def take(self, runtime: str, epoch: int, counted: Sums) -> None:
+        """What a runtime's counters stand at now; `epoch` is when it started."""
+        before = self._seen.get(runtime, {} if epoch > self._began_ms else counted)
+        for key, value in counted.items():
+            known = before.get(key, 0.0)
+            self.sums[key] += value - known if value >= known else value  # it fell: the runtime's device began anew
+        self._seen[runtime] = counted
+
+
+class _Leases(Collector):
+    """Of deployments and models, over all runtimes."""
+
+    def __init__(self, fleet: Fleet, deployments: Labels, models: Labels) -> None:
+        self._fleet, self._deployments, self._models = fleet, deployments, models
+        self._growth = Growth(time.time_ns() // 1_000_000)
+
+    def collect(self) -> Iterable[Metric]:
+        gauges: Sums = defaultdict(float)
         for runtime, lease in self._fleet.leases.items():
-            accounts = lease.accounts
-            for label, kinds in sorted(accounts.labels.items()):
-                tenant_id, _, deployment_id = label.partition("/")
-                for kind, us in zip(("step", "switch"), kinds, strict=True):
-                    used.add_metric([runtime, tenant_id, deployment_id, kind], us / 1e6)
-            others.add_metric([runtime, "idle"], accounts.idle_us / 1e6)
-            others.add_metric([runtime, "platform"], accounts.platform_us / 1e6)
-        yield used
-        yield others
+            counted: Sums = defaultdict(float)
+            self._attained(lease, counted)
+            self._used(lease, counted)
+            self._models_of(lease, counted, gauges)
+            self._growth.take(runtime, lease.epoch, counted)
+        families: dict[str, Numbers] = {}
+        for (name, *labels), value in sorted([*self._growth.sums.items(), *gauges.items()]):
+            if name not in families:
+                families[name] = _numbers(name)
+            families[name].add_metric(labels, value)
+        yield from families.values()
+
+    def _deployment(self, label: str) -> tuple[str, str]:
+        tenant_id, _, deployment_id = label.partition("/")
+        known = self._deployments.of(deployment_id)
+        return (OTHER, OTHER) if known == OTHER else (tenant_id, known)
+
+    def _attained(self, lease: Lease, counted: Sums) -> None:
+        for label, attained in lease.attainment.items():
+            whose = self._deployment(label)
+            for slo, (total, good) in _objectives(attained).items():
+                counted["staccato_slo", *whose, slo] += total
+                counted["staccato_slo_good", *whose, slo] += good
+
+    def _used(self, lease: Lease, counted: Sums) -> None:
+        for label, kinds in lease.accounts.labels.items():
+            for use, us in zip(("step", "switch"), kinds, strict=True):
+                counted["staccato_device_seconds_used", *self._deployment(label), use] += us / 1e6
+
+    def _models_of(self, lease: Lease, counted: Sums, gauges: Sums) -> None:
+        for key, state in lease.models.items():
+            model = self._models.of(key)
+            counted["staccato_model_turns", model] += state.turns
+            counted["staccato_model_fetches", model] += state.fetches
+            counted["vllm:generation_tokens", model] += state.tokens
+            gauges["staccato_model_resident", model] += state.residency is Residency.RESIDENT
+            gauges["staccato_model_failed", model] += state.residency is Residency.FAILED
+            gauges["staccato_model_pages", model, "weights"] += state.weights_pages
+            gauges["staccato_model_pages", model, "kv"] += state.kv_pages
+            gauges["vllm:num_requests_running", model] += state.running
+            gauges["vllm:num_requests_waiting", model] += state.waiting
 
 
-def unreconciled(made: CollectorRegistry) -> Gauge:
-    """For whoever asks the database before it is read."""
-    return Gauge("staccato_usage_unreconciled", "Requests not heard of that the ledger has not closed.", registry=made)
-
-
-class _Size(Collector):
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        leader = self._fleet.leader
-        yield GaugeMetricFamily("staccato_runtimes", "Runtimes that are alive.", value=len(self._fleet.leases))
-        if leader and leader.wanted:
-            wanted = "Runtimes that there should be, as the scheduler has it."
-            yield GaugeMetricFamily("staccato_runtimes_wanted", wanted, value=leader.wanted)
-
-
-class _Attainment(Collector):
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        leases = self._fleet.leases
-        for name, (meaning, value) in _COUNTERS.items():
-            counter = CounterMetricFamily(name, meaning, labels=_LABELS)
-            for runtime, lease in leases.items():
-                for label, attained in sorted(lease.attainment.items()):
-                    tenant_id, _, deployment_id = label.partition("/")
-                    counter.add_metric([runtime, tenant_id, deployment_id], value(attained))
-            yield counter
+def _objectives(attained: Attained) -> dict[str, tuple[float, float]]:
+    """By what is promised: how much of it there was, and how much was kept."""
+    return {
+        "ttft": (attained.requests, attained.first_on_time),
+        "token": (attained.tokens, attained.on_time),
+        "token_rebased": (attained.tokens, attained.on_time_rebased),
+        "token_time_weighted": (attained.requests, attained.time_shares),
+    }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from gateway.api import Answer, Body, Call, Name, time_text
+from gateway.api import OF_TENANT, Answer, Body, Call, Name, Operation, Page, Shown, Time, answered, time_text
 from gateway.auth import Caller
 from gateway.errors import Problem, invalid, not_found
 from store import models
@@ -28,6 +29,28 @@ ANYWHERE = (Path("/"),)
 class NewModel(Body, frozen=True):
     name: Name
     source: str
+
+
+class Progress(Shown, frozen=True, kw_only=True):
+    done_bytes: int
+    total_bytes: int
+
+
+class ShownModel(Shown, frozen=True, kw_only=True):
+    id: str
+    name: str
+    tenant: str | None  # None: the operator's, for all
+    source: str | None
+    state: Literal["importing", "ready", "refused"]
+    reason: str | None
+    progress: Progress | None
+    digest: str | None
+    architecture: str | None
+    dtype: str | None
+    weight_bytes: int | None
+    kv_bytes_per_token: int | None
+    context_tokens: int | None
+    created_at: Time
 
 
 class Stopped(Exception):
@@ -103,14 +126,17 @@ class Imports:
 # ── routes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@Operation(ShownModel, 202, body=NewModel, once=True, problems=(409,))
 async def create(call: Call, imports: Imports) -> Response:
+    """Register a folder as a model. It is inspected in the background."""
     body = await call.body(NewModel)
     path = await asyncio.to_thread(_folder, body.source, call.caller, imports.roots)
     created: list[Model] = []
 
     async def deed(connection: AsyncConnection) -> Answer:
         model = await models.create(connection, call.caller.tenant_id, body.name, body.source, str(path), now_us())
-        await call.record(connection, "model.created", model.id, model.tenant_id)
+        said = {"name": model.name, "source": model.source}
+        await call.record(connection, "model.created", model.id, model.tenant_id, new=said)
         created.append(model)
         return Answer(202, show(model, call.caller, None))
 
@@ -137,21 +163,27 @@ def _folder(source: str, caller: Caller, roots: tuple[Path, ...]) -> Path:
     return path
 
 
+@Operation(Page[ShownModel], query=(OF_TENANT,), paged=True)
 async def listed(call: Call, imports: Imports) -> Response:
+    """List the models."""
     tenant_id = await call.tenant_id()
     async with call.database.read() as connection:
         found = await models.listed(connection, tenant_id, call.after, call.limit + 1)
     return call.page(found, lambda model: show(model, call.caller, imports.progress(model.id)))
 
 
+@Operation(ShownModel, query=(OF_TENANT,))
 async def get(call: Call, imports: Imports) -> Response:
+    """Show a model."""
     tenant_id = await call.tenant_id()
     async with call.database.read() as connection:
         model = await _find(call, connection, tenant_id)
-    return JSONResponse(show(model, call.caller, imports.progress(model.id)))
+    return answered(show(model, call.caller, imports.progress(model.id)))
 
 
+@Operation(status=204, query=(OF_TENANT,), problems=(409,))
 async def delete(call: Call) -> Response:
+    """Delete a model that nothing uses."""
     tenant_id = await call.tenant_id()
     async with call.database.write() as connection:
         model = await _find(call, connection, tenant_id, lock=True)
@@ -161,7 +193,7 @@ async def delete(call: Call) -> Response:
             await models.delete(connection, model, call.caller.tenant_id, now_us())
         except ModelInUse as error:
             raise Problem(409, "model_in_use", str(error)) from error
-        await call.record(connection, "model.deleted", model.id, model.tenant_id)
+        await call.record(connection, "model.deleted", model.id, model.tenant_id, old={"name": model.name})
     return Response(status_code=204)
 
 
@@ -176,21 +208,21 @@ def _owns(caller: Caller, model: Model) -> bool:
     return caller.admin or caller.tenant_id == model.tenant_id
 
 
-def show(model: Model, caller: Caller, progress: tuple[int, int] | None) -> dict[str, object]:
+def show(model: Model, caller: Caller, progress: tuple[int, int] | None) -> ShownModel:
     artefact = model.artefact
-    return {
-        "id": model.id,
-        "name": model.name,
-        "tenant": model.tenant,
-        "source": model.source if _owns(caller, model) else None,  # a path of the operator's machine
-        "state": model.state,
-        "reason": model.reason or None,
-        "progress": {"done_bytes": progress[0], "total_bytes": progress[1]} if progress else None,
-        "digest": artefact.digest if artefact else None,
-        "architecture": artefact.architecture if artefact else None,
-        "dtype": artefact.dtype if artefact else None,
-        "weight_bytes": artefact.weight_bytes if artefact else None,
-        "kv_bytes_per_token": artefact.kv_bytes_per_token if artefact else None,
-        "context_tokens": artefact.context_tokens if artefact else None,
-        "created_at": time_text(model.created_us),
-    }
+    return ShownModel(
+        id=model.id,
+        name=model.name,
+        tenant=model.tenant,
+        source=model.source if _owns(caller, model) else None,  # a path of the operator's machine
+        state=model.state,
+        reason=model.reason or None,
+        progress=Progress(done_bytes=progress[0], total_bytes=progress[1]) if progress else None,
+        digest=artefact.digest if artefact else None,
+        architecture=artefact.architecture if artefact else None,
+        dtype=artefact.dtype if artefact else None,
+        weight_bytes=artefact.weight_bytes if artefact else None,
+        kv_bytes_per_token=artefact.kv_bytes_per_token if artefact else None,
+        context_tokens=artefact.context_tokens if artefact else None,
+        created_at=time_text(model.created_us),
+    )

@@ -11,10 +11,11 @@ import binascii
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from gateway.api import Call
+from gateway.api import Call, Operation, Query, Shown, answered
 from gateway.errors import Fault, Problem
 from store import usage
 from store.db import now_us
@@ -49,6 +50,7 @@ class Asked:
     first: int  # number of the first bucket of this page, counted in widths
     limit: int
     group_by: tuple[str, ...]
+    batch: bool
 
     @property
     def last(self) -> int:
@@ -56,7 +58,55 @@ class Asked:
         return min(self.first + self.limit, -(-self.end // self.width.seconds))
 
 
+class Result(Shown, frozen=True, kw_only=True):
+    object: Literal["organization.usage.completions.result"] = "organization.usage.completions.result"
+    input_tokens: int
+    input_cached_tokens: int
+    output_tokens: int
+    input_audio_tokens: Literal[0] = 0
+    output_audio_tokens: Literal[0] = 0
+    num_model_requests: int
+    project_id: str | None = None
+    api_key_id: str | None = None
+    model: str | None = None
+    user_id: None = None
+    batch: None = None
+    service_tier: None = None
+    api_source: None = None
+
+
+class UsageBucket(Shown, frozen=True, kw_only=True):
+    object: Literal["bucket"] = "bucket"
+    start_time: int
+    end_time: int
+    results: list[Result]
+
+
+class UsagePage(Shown, frozen=True, kw_only=True):
+    object: Literal["page"] = "page"
+    data: list[UsageBucket]
+    has_more: bool
+    next_page: str | None
+
+
+@Operation(
+    UsagePage,
+    query=(
+        Query("start_time", int, "The first second, of UNIX time.", required=True),
+        Query("end_time", int, "The second that it ends before; else now."),
+        Query("bucket_width", Literal[tuple(WIDTHS)], "1d unless it is said."),
+        Query("limit", int, "How many buckets."),
+        Query("page", str, "An earlier answer's `next_page`."),
+        *(Query(name, list[str], "Some of what `group_by` names.") for name in (*FILTERS, "user_ids")),
+        Query("batch", bool, "Only these requests; there are no batches."),
+        Query("group_by", list[str], f"Some of {', '.join((*COLUMNS, *UNKNOWN))}."),
+    ),
+    openai=True,
+    lenient=True,
+    problems=(400, 404),
+)
 async def completions(call: Call) -> Response:
+    """Tell the usage as OpenAI does: a project is a tenant, a model is a deployment."""
     tenant_id = await call.tenant_id(call.request.path_params.get("tenant"))
     asked = _asked(call)
     only = {column: values for name, column in FILTERS.items() if (values := _values(call, name))}
@@ -67,41 +117,32 @@ async def completions(call: Call) -> Response:
     to_us = min(asked.end, asked.last * asked.width.seconds) * _S_US
     async with call.database.read() as connection:
         found = await usage.buckets(connection, only, from_us, to_us, width_us, columns)
-    nobody = bool(_values(call, "user_ids")) or call.query("batch") == "true"
+    nobody = bool(_values(call, "user_ids")) or asked.batch
     more = asked.last * asked.width.seconds < asked.end
-    page = {
-        "object": "page",
-        "data": list(_buckets(asked, [] if nobody else found)),
-        "has_more": more,
-        "next_page": _cursor(asked.last) if more else None,
-    }
-    return JSONResponse(page)
+    data = list(_buckets(asked, [] if nobody else found))
+    return answered(UsagePage(data=data, has_more=more, next_page=_cursor(asked.last) if more else None))
 
 
-def _buckets(asked: Asked, found: Sequence[usage.Bucket]) -> Iterator[dict[str, object]]:
+def _buckets(asked: Asked, found: Sequence[usage.Bucket]) -> Iterator[UsageBucket]:
     """Also those in which nothing was used."""
     for index in range(asked.first, asked.last):
-        yield {
-            "object": "bucket",
-            "start_time": index * asked.width.seconds,
-            "end_time": (index + 1) * asked.width.seconds,
-            "results": [_result(asked, bucket) for bucket in found if bucket.index == index],
-        }
+        yield UsageBucket(
+            start_time=index * asked.width.seconds,
+            end_time=(index + 1) * asked.width.seconds,
+            results=[_result(asked, bucket) for bucket in found if bucket.index == index],
+        )
 
 
-def _result(asked: Asked, bucket: usage.Bucket) -> dict[str, object]:
+def _result(asked: Asked, bucket: usage.Bucket) -> Result:
     counts = bucket.counts
-    return {
-        "object": "organization.usage.completions.result",
-        "input_tokens": counts.prompt_tokens,
-        "input_cached_tokens": counts.cached_tokens,
-        "output_tokens": counts.output_tokens,
-        "input_audio_tokens": 0,
-        "output_audio_tokens": 0,
-        "num_model_requests": bucket.requests,
-        **dict.fromkeys((*COLUMNS, *UNKNOWN)),
-        **dict(zip(asked.group_by, bucket.group, strict=True)),
-    }
+    group: dict[str, Any] = dict(zip(asked.group_by, bucket.group, strict=True))
+    return Result(
+        input_tokens=counts.prompt_tokens,
+        input_cached_tokens=counts.cached_tokens,
+        output_tokens=counts.output_tokens,
+        num_model_requests=bucket.requests,
+        **group,
+    )
 
 
 # ── what is asked ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -109,7 +150,7 @@ def _result(asked: Asked, bucket: usage.Bucket) -> dict[str, object]:
 
 def _asked(call: Call) -> Asked:
     """Raises Problem."""
-    name = call.query("bucket_width") or "1d"
+    name = call.query("bucket_width", "1d")
     if name not in WIDTHS:
         raise _wrong("bucket_width", f"{name!r} is none of {', '.join(WIDTHS)}")
     width = WIDTHS[name]
@@ -120,7 +161,10 @@ def _asked(call: Call) -> Asked:
     if not 1 <= limit <= width.most:
         raise _wrong("limit", f"{limit} is not from 1 to {width.most}, for buckets of {name}")
     first = max(start // width.seconds, _bucket(call))
-    return Asked(start, end, width, first, limit, _group_by(call))
+    batch = call.query("batch")
+    if batch not in (None, "true", "false"):
+        raise _wrong("batch", f"{batch!r} is neither true nor false")
+    return Asked(start, end, width, first, limit, _group_by(call), batch == "true")
 
 
 def _group_by(call: Call) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""Brings what the database wants to the runtimes, and moves a deployment's traffic once its new revision could load.
+"""Brings what the database wants to the runtimes, moves a deployment's traffic once its new revision could load, and
+stops canaries that fail.
 
 Several gateways may do this at once: each step is idempotent. A key is looked up in the bucket *before* the database is
 read: whoever put it had committed its deployment already, so a key that is not wanted then is wanted by nobody.
@@ -8,30 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
 
 import structlog
 
 from gateway.auth import Auth
+from gateway.canary import fault
 from gateway.fleet import Fleet
-from store import deployments, events
+from gateway.status import loadable
+from store import audit, deployments
 from store.bus import BusError
 from store.db import Database, DatabaseError, now_us
 from store.deployments import Deployment
-from store.wire import EngineSpec, ModelState, Residency
+from store.wire import EngineSpec
 
 log = structlog.get_logger()
 
 PERIOD_S = 10.0  # heals what another process changed or forgot
+CANARY_PERIOD_S = 2.0  # while there is one that may have to be stopped
 RETRY_S = 1.0
-
-
-def loadable(states: Iterable[ModelState]) -> bool:
-    """A runtime has loaded it: it is on the device, or was."""
-    return any(
-        state.residency is Residency.RESIDENT or (state.load_ms > 0 and state.residency is not Residency.FAILED)
-        for state in states
-    )
 
 
 class Rollout:
@@ -42,6 +37,7 @@ class Rollout:
         self._due, self._stopping = asyncio.Event(), False
         self._put: dict[str, EngineSpec] = {}
         self._waiting: list[tuple[str, int, str]] = []  # deployment, target revision, engine key
+        self._canaries: list[Deployment] = []  # that get requests
 
     async def run(self) -> None:
         """Until `stop`."""
@@ -50,6 +46,7 @@ class Rollout:
             pause_s = PERIOD_S
             try:
                 await self.step()
+                pause_s = CANARY_PERIOD_S if self._canaries else PERIOD_S
             except (BusError, DatabaseError) as error:
                 log.warning("rollout.retry", in_s=RETRY_S, error=str(error))
                 pause_s = RETRY_S
@@ -76,7 +73,10 @@ class Rollout:
         async with self._database.read() as connection:
             found = await deployments.everything(connection)
         await self._place(placed, {r.engine.key: r.engine for d in found for r in d.live})
-        self._waiting = [(d.id, d.target.number, d.target.engine.key) for d in found if d.target]
+        self._canaries = [d for d in found if d.target and d.canary and not d.canary.halted]
+        if self._canaries:
+            await self._judge()
+        self._waiting = [(d.id, d.target.number, d.target.engine.key) for d in found if d.target and not d.canary]
         ready = [(id, number) for id, number, key in self._waiting if loadable(self._fleet.states(key).values())]
         if ready:
             await self._activate({deployment.id: deployment for deployment in found}, ready)
@@ -92,11 +92,32 @@ class Rollout:
                 await self._fleet.delete(key)
                 self._put.pop(key, None)
 
+    async def _judge(self) -> None:
+        """Stop the canaries that fail. Each in a transaction of its own: see audit.record."""
+        for deployment in self._canaries:
+            assert deployment.target is not None and deployment.canary is not None
+            async with self._database.read() as connection:
+                ended, failed = await deployments.outcomes(connection, deployment)
+            reason = fault(ended, failed, deployment.canary.errors_most)
+            if reason is not None:
+                await self._halt(deployment, deployment.target.number, reason)
+
+    async def _halt(self, deployment: Deployment, number: int, reason: str) -> None:
+        async with self._database.write() as connection:
+            if await deployments.halt(connection, deployment, reason):
+                said = {"revision": number, "reason": reason}
+                whose = (deployment.id, deployment.tenant_id)
+                await audit.record(connection, "canary.halted", *whose, "platform", new=said)
+        self._auth.forget()
+        log.warning("rollout.canary_halted", deployment=deployment.name, revision=number, reason=reason)
+
     async def _activate(self, found: dict[str, Deployment], ready: list[tuple[str, int]]) -> None:
         async with self._database.write() as connection:
-            for id, number in ready:
-                if await deployments.activate(connection, id, number, now_us()):
-                    tenant_id = found[id].tenant_id
-                    await events.record(connection, "revision.activated", id, tenant_id, "platform", str(number))
+            done = [
+                (id, number) for id, number in ready if await deployments.activate(connection, id, number, now_us())
+            ]
+            for id, number in done:
+                said = {"revision": number}
+                await audit.record(connection, "revision.activated", id, found[id].tenant_id, "platform", new=said)
         self._auth.forget()
         log.info("rollout.activated", revisions=[f"{found[id].name}@{number}" for id, number in ready])

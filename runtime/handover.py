@@ -16,7 +16,7 @@ import structlog
 from msgspec import structs
 
 from runtime.engine.base import BadRequest, Engine, EngineError, Hold
-from runtime.events import Arrived, Departed, Event, Leaving, Ordered, Refused, Stayed, Told
+from runtime.events import Arrived, Departed, Event, Expected, Leaving, Ordered, Refused, Stayed, Told
 from runtime.instance import Instance
 from runtime.model import Phase
 from runtime.pipe import (
@@ -229,6 +229,7 @@ class Handover:
         coming = Guest(request_id(run.gateway, run.stream), key, run, command.tokens, command.form, command.owner)
         self._coming[move] = coming
         if model.phase is Phase.RESIDENT:
+            self._hear(Expected(key, command.tokens))
             self._ask(key, partial(self._expect_in, move, coming))
         else:
             self._hear(Ordered(key, awake=True))
@@ -314,9 +315,10 @@ class Handover:
         try:
             if coming.expects is not engine:
                 tokens = run.prompt_tokens + len(departure.made)
-                fits = engine.kv_form == coming.form and engine.expect(id, run.payload, tokens)
+                fits = engine.kv_form == coming.form and engine.expect(id, run.payload, tokens, admitted=True)
                 coming.expects, coming.taken = engine if fits else None, 0
-            if coming.expects and engine.receive(id, coming.taken, departure.host[coming.taken :]):
+            rest = departure.host[coming.taken :]
+            if coming.expects and engine.receive(id, coming.taken, rest, admitted=True):
                 engine.adopt(id, departure)
                 coming.adopted = True
                 return Told(coming.model, engine.held())

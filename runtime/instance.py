@@ -34,6 +34,7 @@ from runtime.events import (
     EngineFailed,
     Event,
     Evict,
+    Expected,
     Fetch,
     Fetched,
     FetchFailed,
@@ -67,6 +68,7 @@ from store.wire import EngineSpec, Finish
 FETCH_TRIES = 3  # in a row
 LATE = 2.0  # times the steps of a turn may take what they should before others are looked at
 AHEAD = 64  # tokens of each request: who asks for pages asks for more than the next step needs, to ask less often
+EXPECTED_AHEAD = 4 * AHEAD  # of one that may come: it goes on while it is on its way
 _WITH_PAGES = (*WITH_ENGINE, Phase.CLOSING)
 _NEVER = float("inf")
 
@@ -99,7 +101,7 @@ class Instance:
     # ── hearing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def hear(self, event: Event, now: float) -> list[Effect]:
-        """What `event` asks to be done for requests, in this order; of the device and its pages asks `decide`."""
+        """What `event` asks to be done at once, in this order; of the device and of most pages asks `decide`."""
         stepped = isinstance(event, Stepped)
         self._changed = self._changed or not stepped
         if stepped or self.account is None:
@@ -127,6 +129,8 @@ class Instance:
                 return self._checked(self.models[key], wrong, held, now)
             case Cancelled(requests):
                 return self.requests.cancel(requests, now)
+            case Expected(key, tokens):
+                return self._expect(self.models[key], tokens, now)
             case Leaving(id):
                 self.requests.leave(id, now)
                 return []
@@ -170,7 +174,8 @@ class Instance:
         key = ModelKey(spec.key)
         known = self.models.get(key)
         if known is None:
-            model = Model(spec, Estimate(self._costs(spec)), self.pages.page_bytes, used_at=now)
+            costs, shares = Estimate(self._costs(spec)), self.requests.shares
+            model = Model(spec, costs, self.pages.page_bytes, used_at=now, shares=shares, pool_pages=self.pages.total)
             self.models[key] = model
             model.wish = Wish.AWAKE if prove else Wish.NONE
             model.fetches = 0 if prove else CHECKED_FIRST
@@ -271,6 +276,8 @@ class Instance:
 
     def _resident(self, model: Model, now: float) -> list[Effect]:
         model.failures, model.used_at, model.came_at = 0, now, now
+        if model.left_at is not None:
+            model.away_us, model.left_at = model.away_us + round((now - model.left_at) * 1e6), None
         model.load_ms, model.loading_s = model.loading_s * 1e3, 0.0
         if model.wish is Wish.AWAKE:
             model.wish = Wish.NONE
@@ -401,6 +408,7 @@ class Instance:
             account.stepped(now, decodes, prompts, model.costs.step(len(decodes), context) if decodes else 0.0)
         else:
             account.stepped(now, running, (), 0.0)
+        account.held(began, running, model.spec.kv_bytes_per_token, model.away_us)
 
     def _observe(self, model: Model, stepped: Stepped) -> None:
         """What this step took, for those to come."""
@@ -420,6 +428,9 @@ class Instance:
         if not self._changed and now < self._tick_at and (turn is None or (turn.left > 0 and now < turn.until)):
             return [] if turn is None else self._step(self.models[turn.holder])
         self._changed = False
+        had_us = {} if self.account is None else self.account.take()
+        if self._turns.shares:
+            self.requests.settle(had_us)
         effects = self._tidy(now)
         order = self._turns.order(self._rooms.working.values(), now)
         chosen = self._turns.next(order, turn, now)
@@ -466,9 +477,9 @@ class Instance:
             elif due_at is not None and model.phase is Phase.FAILED:
                 self._want(model)
             elif due_at is not None:
-                effects += self._move([Park(model.key)])
+                effects += self._move([Park(model.key)], now)
             elif model.phase is Phase.STAGED and model.wish is Wish.ASLEEP and self.pages.of(model.key).weights:
-                effects += self._move([Evict(model.key, self.pages.of(model.key).weights)])
+                effects += self._move([Evict(model.key, self.pages.of(model.key).weights)], now)
         return effects
 
     # ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -500,7 +511,7 @@ class Instance:
         if min(wanted, most) > held.kv:
             wanted = min(wanted + model.kv_pages(AHEAD * (len(model.running) + len(admitted))), most)
             yields = partial(self._turns.yields, needy=model, turn=self.turn, now=now)
-            effects += self._move(grow(model, wanted - held.kv, order, self._idle(), self.pages, yields, now))
+            effects += self._move(grow(model, wanted - held.kv, order, self._idle(), self.pages, yields, now), now)
         if not admitted:
             return effects
         room, tokens = self.pages.of(model.key).kv, 0
@@ -528,15 +539,17 @@ class Instance:
         if needy is None or (self._fetching is not None and needy.phase is Phase.STAGED):
             return []
         yields = partial(self._turns.yields, needy=needy, turn=self.turn, now=now)
-        return self._move(bring_in(needy, order, self._idle(), self.pages, chosen and chosen[0], yields, now))
+        taken = bring_in(needy, order, self._idle(), self.pages, chosen and chosen[0], yields, now)
+        return self._move(taken, now)
 
-    def _move(self, effects: list[MemoryEffect]) -> list[MemoryEffect]:
+    def _move(self, effects: list[MemoryEffect], now: float) -> list[MemoryEffect]:
         """Book what is asked for, so that nothing is promised twice."""
         for effect in effects:
             model, key = self.models[effect.model], effect.model
             match effect:
                 case Park():
                     self._enter(model, Phase.PARKING)
+                    model.left_at = now
                 case Fetch(_, kv_pages):
                     held = self.pages.of(key)
                     missing = model.weights_pages - held.weights
@@ -551,6 +564,15 @@ class Instance:
                     self.pages.book(key, kv=pages)
                     model.stuck, model.fresh = False, True
         return effects
+
+    def _expect(self, model: Model, tokens: int, now: float) -> list[Effect]:
+        """Pages that nobody has, for one that may come: if it does, it need not wait for them."""
+        held = self.pages.of(model.key)
+        missing = held.kv_wanted + model.kv_pages(tokens) - held.kv
+        pages = min(missing + model.kv_pages(EXPECTED_AHEAD), self.pages.free)
+        if model.phase is not Phase.RESIDENT or pages <= 0 or pages < missing:
+            return []
+        return [*self._move([Grow(model.key, pages)], now)]
 
     def check(self) -> None:
         """The invariants; asserted by the tests after every event, and by the device when it is idle."""

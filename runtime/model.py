@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -9,6 +10,7 @@ from runtime.engine.base import Held
 from runtime.estimate import Estimate
 from runtime.policy.idle import IdleThreshold
 from runtime.request import ModelKey, Request, RequestId
+from runtime.shares import Shares
 from store.wire import EngineSpec, ModelState, Residency
 
 RETRY_S_FIRST, RETRY_S_MOST = 30.0, 3600.0
@@ -89,6 +91,8 @@ class Model:
     loading_s: float = 0.0  # of its way to RESIDENT so far
     load_ms: float = 0.0  # of the last such way
     came_at: float = -_NEVER  # became resident, and was not stepped since
+    left_at: float | None = None  # told to leave the device, and is not back yet
+    away_us: int = 0  # from such a moment until it was back, all in all
     ttft_s: float = 10.0  # objective of the last request
     idle: IdleThreshold = field(default_factory=IdleThreshold)
     least_pages: int = 0  # with fewer it can't serve its longest request
@@ -103,7 +107,10 @@ class Model:
     tokens: int = 0
     load_s: float = 0.0  # about what it takes to bring it in, if nothing of it is there
     urgency: float = 0.0  # what the policy sorted by
+    shares: Shares = field(default_factory=Shares)  # of the device that it is on
+    pool_pages: int = 0  # of that device
     _due_at: float = 0.0
+    _due_within_at: float = 0.0
     _due_until: float = -_NEVER  # `_due_at` holds up to then
 
     def __post_init__(self) -> None:
@@ -142,9 +149,23 @@ class Model:
             self._look_at_dues(now)
         return self._due_at
 
+    def next_due_within(self, now: float) -> float:
+        """The same, of tenants that are not over their share."""
+        if now > self._due_until:
+            self._look_at_dues(now)
+        return self._due_within_at
+
     def _look_at_dues(self, now: float) -> None:
+        self._due_at, self._due_until = self._dues(self.running.values(), self.waiting.values(), now)
+        self._due_within_at = self._due_at
+        if over := self.shares.over:
+            running = [request for request in self.running.values() if request.tenant not in over]
+            waiting = [request for request in self.waiting.values() if request.tenant not in over]
+            self._due_within_at, _ = self._dues(running, waiting, now)
+
+    def _dues(self, running: Iterable[Request], waiting: Iterable[Request], now: float) -> tuple[float, float]:
         due_at, until = _NEVER, _NEVER
-        for request in self.running.values():
+        for request in running:
             due, patience_s = request.progress.due_at, LATER_PATIENCE * request.objective.patience_s
             if due + patience_s < now:
                 due = request.progress.last_at + STARVED_S
@@ -152,7 +173,7 @@ class Model:
                 until = due + patience_s
             if due < due_at:
                 due_at = due
-        for request in self.waiting.values():
+        for request in waiting:
             due = request.progress.due_at - self.costs.prefill(request.to_compute)
             if due + request.objective.patience_s < now:
                 due = request.progress.last_at + STARVED_S
@@ -162,7 +183,7 @@ class Model:
                 due_at = due
         if self.wish is Wish.AWAKE:
             due_at = min(due_at, self.used_at + WAKE_S)
-        self._due_at, self._due_until = due_at, until
+        return due_at, until
 
     def dues_changed(self) -> None:
         self._due_until = -_NEVER
@@ -182,8 +203,17 @@ class Model:
         return max(held.kv_wanted, own + self.kv_pages(tokens) + 1)
 
     def kv_wanted(self, held: Held) -> int:
-        """For all that it has and all that wait."""
-        return self.kv_joined(held, sum([request.context + 1 for request in self.waiting.values()]))
+        """For all that it has and all that wait; of those over their share no more than have room."""
+        tokens = sum([request.context + 1 for request in self.waiting.values()])
+        if over := self.shares.over:
+            each = [request.context + 1 for request in self.waiting.values() if request.tenant in over]
+            room = self.room_over() if self.running else max([self.room_over(), *each])  # one of them in any case
+            tokens -= max(0, sum(each) - room)
+        return self.kv_joined(held, tokens)
+
+    def room_over(self) -> int:
+        """Tokens of those over their share that may join."""
+        return int(self.shares.room_pages * self.page_bytes // max(1, self.spec.kv_bytes_per_token))
 
     def kv_needed(self, held: Held, total: int) -> int:
         """Pages of KV cache for its next step, which together with its weights are never more than `total`."""
@@ -208,6 +238,19 @@ class Model:
         requests = [*self.running.values(), *self.waiting.values()]
         return min([request.objective.tbt_s for request in requests], default=0.0)
 
+    def _queue_bytes(self) -> tuple[int, int]:
+        """Of KV cache, that the first waiting request and all the others will need."""
+        contexts = [request.context + 1 for request in self.waiting.values()]
+        each = self.spec.kv_bytes_per_token
+        return sum(contexts[:1]) * each, sum(contexts[1:]) * each
+
+    def _least_bytes(self) -> int | None:
+        """Of KV cache, that its smallest request has on the device or waits for."""
+        here = self.phase is _RESIDENT  # else those that run are parked
+        tokens = [request.context * here for request in self.running.values()]
+        tokens += [request.context + 1 for request in self.waiting.values()]
+        return min(tokens) * self.spec.kv_bytes_per_token if tokens else None
+
     def due_at(self) -> float | None:
         """When time alone changes it: it is tried again, or goes to sleep for want of requests; None: never."""
         if self.phase is Phase.FAILED:
@@ -226,6 +269,7 @@ class Model:
         self.retry_at = now + pause_s if mends else None
 
     def state(self, held: Held, kv_fragmentation: float = 0.0) -> ModelState:
+        head_bytes, queued_bytes = self._queue_bytes()
         return ModelState(
             residency=self.residency,
             error=self.error,
@@ -242,5 +286,8 @@ class Model:
             step_ms=round(self.costs.step(1, 1) * 1e3, 3) if self.tokens else 0.0,
             busy=round(self.busy, 4),
             tbt_s=self.tbt_s,
+            head_bytes=head_bytes,
+            queued_bytes=queued_bytes,
+            least_bytes=self._least_bytes(),
             prefill_ms=round(self.costs.prefill(self.spec.max_model_len) * 1e3, 3) if self.tokens else 0.0,
         )

@@ -26,9 +26,12 @@ from runtime.memory.hostblocks import HostBlocks
 from runtime.migrate import AT_ONCE, Migrations, NotMoved, Stream
 from runtime.peers import Peers
 from runtime.ring import Ring
+from runtime.shares import may_take
+from runtime.spans import Spans
 from runtime.stepping import Stepping
 from runtime.transport import Door
-from store import observe, wire
+from runtime.views import Views
+from store import grants, observe, signs, tracing, wire
 from store.bus import Bus, BusError, ended
 from store.wire import Delta, Finish, Refusal, Residency, Role
 
@@ -55,15 +58,17 @@ class Gateway:
 class Node:
     """The runtime's shell on the bus."""
 
-    def __init__(self, bus: Bus, settings: RuntimeSettings) -> None:
+    def __init__(self, bus: Bus, settings: RuntimeSettings, traces: tracing.Traces | None = None) -> None:
         self._bus, self._settings = bus, settings
         self.id = settings.runtime_id
+        self._spans = Spans(traces, self.id) if traces else None
         self.epoch = time.time_ns() // 1_000_000
         self._gateways: dict[str, Gateway] = {}
         self._hosting = Hosting(self.id)
         self._hosted: dict[str, wire.EngineSpec] = {}  # what the device was told to host
         self._leaving: dict[str, asyncio.Task[None]] = {}  # models: what it has of them goes on elsewhere
         self._state = pipe.State()
+        self._law = settings.law
         self._forms: dict[str, wire.KvForm] = {}  # of the models whose engines are built
         self._device: pipe.NodeEnd | None = None
         self._process: asyncio.subprocess.Process | None = None  # of the device, the last that was started
@@ -86,6 +91,7 @@ class Node:
         self.door = Door(self.blocks)
         self._migrations = Migrations(bus, self)
         self._peers = Peers(self.id, self.host_cache_id)
+        self._views = Views(self.id, self.device)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains: refuses new requests, lets the open ones end, and leaves those
@@ -101,10 +107,11 @@ class Node:
         await self._bus.respond(wire.migrate_subject(self.id), self._migrate)
         await self._bus.respond(wire.role_subject(self.id), self._set_role)
         await self._bus.respond(wire.drain_subject(self.id), self._hold)
+        await self._views.start(self._bus)
         await self._bus.watch(wire.LEASES, self._peer_changed)
         await self._bus.watch(wire.PLACES, self._places_changed)
         await self._bus.watch(wire.MODELS, self._spec_changed)
-        jobs = (self._keep_device, self._keep_lease, self._keep_heartbeat, self._watch_steps)
+        jobs = (self._keep_device, self._keep_lease, self._keep_heartbeat, self._watch_steps, self._give_signs)
         tasks = [asyncio.create_task(job()) for job in jobs]
         stopped = asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -142,6 +149,8 @@ class Node:
         gateway = self._gateways.setdefault(run.gateway, Gateway(time.monotonic()))
         gateway.heard_at = time.monotonic()
         gateway.streams[run.stream] = Stream(run, time.monotonic(), len(run.made))
+        if self._spans:
+            self._spans.began(run, len(run.made))
         self._device.send(pipe.Start(run))
         return wire.Reply(epoch=self.epoch, seq=gateway.ring.last)
 
@@ -159,10 +168,15 @@ class Node:
             return wire.Reply(refusal=Refusal.UNKNOWN_MODEL, reason=reason)
         if state and state.residency is Residency.FAILED:
             return wire.Reply(refusal=Refusal.MODEL_FAILED, reason=state.error)
-        if self._open_streams() >= STREAMS_MOST:
-            reason = f"runtime {self.id} has {STREAMS_MOST} open streams, its most"
+        free = STREAMS_MOST - self._open_streams()
+        if not may_take(STREAMS_MOST - free, free) and not may_take(self._streams_of(run.tenant), free):
+            reason = f"runtime {self.id} has {STREAMS_MOST - free} streams open, and {free} are left for other tenants"
             return wire.Reply(refusal=Refusal.BUSY, reason=reason)
         return None
+
+    def _streams_of(self, tenant: str) -> int:
+        streams = [stream for gateway in self._gateways.values() for stream in gateway.streams.values()]
+        return sum([stream.run.tenant == tenant for stream in streams])
 
     async def _cancel(self, data: bytes) -> None:
         cancel = wire.decode(wire.Cancel, data)
@@ -172,6 +186,8 @@ class Node:
     def _forget(self, gateway_id: str, streams: list[int]) -> None:
         gateway = self._gateways.get(gateway_id)
         known = [stream for stream in streams if gateway and gateway.streams.pop(stream, None) is not None]
+        if self._spans:
+            self._spans.gone(gateway_id, known)
         if known and self._device:
             self._device.send(pipe.Stop(gateway_id, known))
 
@@ -265,6 +281,8 @@ class Node:
         gateway = self._gateways.setdefault(run.gateway, Gateway(time.monotonic()))
         gateway.heard_at = time.monotonic()
         gateway.streams[run.stream] = Stream(run, time.monotonic(), at)
+        if self._spans:
+            self._spans.began(run, at)
         return gateway.ring.last
 
     def give_back(self, run: wire.Run) -> None:
@@ -375,6 +393,7 @@ class Node:
             stepped = self._stepping.under_way()
             self._stepping.end()
             self._migrations.device_lost()
+            self._views.device_lost()
             await self._lose_all("the runtime lost its device process", stepped and stepped[0])
             if not self._draining:
                 log.error("node.device_lost", restart_in_s=RESTART_PAUSE_S)
@@ -427,6 +446,9 @@ class Node:
                     await self._publish(gateway_id, made)
             case pipe.State():
                 self._state = message
+                self._views.heard(message)
+            case pipe.Passed() | pipe.Mapped():
+                self._views.heard(message)
             case pipe.Formed(model, form):
                 self._forms[model] = form
             case pipe.LandedHere(move):
@@ -442,6 +464,8 @@ class Node:
         deltas = [delta for delta in made if delta.stream in gateway.streams]
         if not deltas:
             return
+        if self._spans:
+            self._spans.heard(gateway_id, deltas)
         for delta in deltas:
             if delta.finish is None:
                 gateway.streams[delta.stream].at = delta.at + len(delta.tokens)
@@ -468,6 +492,10 @@ class Node:
             ]
             if lost:
                 await self._publish(gateway_id, lost)
+
+    async def _give_signs(self) -> None:
+        """Ready when the device process is: that every model sleeps is no matter."""
+        await signs.give(lambda: self._bus.connected and self._device is not None)
 
     async def _watch_steps(self) -> None:
         """A step that never ends is ended with its process."""
@@ -511,6 +539,9 @@ class Node:
             models={key: state for key, state in self._state.models.items() if key not in self._leaving},
             attainment=self._state.attainment,
             accounts=self._state.accounts,
+            wakes=self._state.wakes,
+            law=self._law,
+            switch_times=self._state.switch_times,
         )
 
     async def _keep_heartbeat(self) -> None:
@@ -539,13 +570,14 @@ def _name_of(host_cache: int) -> str:
     return f"{boot}:{os.fstat(host_cache).st_ino}"
 
 
-async def serve(settings: RuntimeSettings) -> None:
+async def serve(settings: RuntimeSettings, traces: tracing.Traces | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
-    async with Bus.connect(settings.nats_url, f"runtime-{settings.runtime_id}") as bus:
-        await Node(bus, settings).run(stop)
+    user = grants.runtime(settings.runtime_id)
+    async with Bus.connect(settings.nats_url, user.name, user, settings.nats_credentials) as bus:
+        await Node(bus, settings, traces).run(stop)
 
 
 def main() -> int:
@@ -553,7 +585,8 @@ def main() -> int:
     try:
         settings = RuntimeSettings()
         settings.check()
-        uvloop.run(serve(settings))
+        with tracing.configured("runtime") as traces:
+            uvloop.run(serve(settings, traces))
     except (ValueError, BusError) as error:
         print(f"runtime: {error}", file=sys.stderr)
         return 1

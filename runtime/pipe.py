@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from store import wire
+from store import views, wire
 
 _LENGTH = struct.Struct("<I")
 MESSAGE_MOST = 256 << 20  # bytes
@@ -125,12 +125,30 @@ class NotComing(msgspec.Struct, frozen=True, tag=True):
     move: str
 
 
+class ShowPages(msgspec.Struct, frozen=True, tag=True):
+    """Answered by Mapped, between two steps."""
+
+
 class Quit(msgspec.Struct, frozen=True, tag=True):
     """End the process after the step that is under way."""
 
 
 ToDevice = (
-    Place | Withdraw | Start | Stop | Order | MoveOut | Next | Gone | Stay | Coming | Take | Adopt | NotComing | Quit
+    Place
+    | Withdraw
+    | Start
+    | Stop
+    | Order
+    | MoveOut
+    | Next
+    | Gone
+    | Stay
+    | Coming
+    | Take
+    | Adopt
+    | NotComing
+    | ShowPages
+    | Quit
 )
 
 
@@ -165,6 +183,23 @@ class State(msgspec.Struct, frozen=True, tag=True):
     pages_used: int = 0
     attainment: dict[str, wire.Attained] = {}  # by label
     accounts: wire.Accounts = wire.Accounts()
+    wakes: dict[str, wire.Spread] = {}
+    switch_times: wire.Spread = wire.Spread()
+
+
+class Passed(msgspec.Struct, frozen=True, tag=True):
+    """Where the device's time went since the last of these, which goes ahead of each State. Times are microseconds on
+    the device's clock."""
+
+    spans: list[views.Span]
+    stages: list[views.Stage]
+    now: views.Use  # what the time since goes to, as far as is known
+
+
+class Mapped(msgspec.Struct, frozen=True, tag=True):
+    """The map of the pool."""
+
+    runs: list[views.PageRun]
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
@@ -201,7 +236,7 @@ class LandedHere(msgspec.Struct, frozen=True, tag=True):
     move: str
 
 
-ToNode = Ready | Formed | Made | State | Staged | Left | NotMoving | Answered | LandedHere
+ToNode = Ready | Formed | Made | State | Passed | Mapped | Staged | Left | NotMoving | Answered | LandedHere
 
 _encoder = msgspec.msgpack.Encoder()
 _to_device = msgspec.msgpack.Decoder(ToDevice)

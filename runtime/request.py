@@ -8,6 +8,7 @@ from typing import NewType
 import msgspec
 
 from runtime.attainment import Progress
+from store import wire
 
 _NEVER = float("inf")
 
@@ -30,10 +31,15 @@ class Objective(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Spent:
-    """Of a device's time, on one request or on many: see runtime/account.py."""
+    """Of a device, on one request or on many: see runtime/account.py."""
 
     gpu_us: int = 0
     switch_us: int = 0
+    kv_byte_us: int = 0
+    cache_byte_us: int = 0
+
+    def shown(self) -> wire.Spent:
+        return wire.Spent(self.gpu_us, self.switch_us, self.kv_byte_us // 10**6, self.cache_byte_us // 10**6)
 
 
 @dataclass(slots=True)
@@ -50,12 +56,16 @@ class Request:
     max_tokens: int = 1
     objective: Objective = Objective()
     label: str = ""  # tenant and deployment: whose attainment its tokens count to
+    tenant: str = ""  # whose share of the device it is served from: see runtime/shares.py
+    weight: float = 1.0  # of the tenant
     made: list[int] = field(default_factory=list)  # the tokens of its output that another device made before
     first_late: bool = False  # the first of those was
     handed: bool = False  # the keys and values of its tokens come with it: else they are computed again
     computed: bool = field(init=False)  # they are on this device
     progress: Progress = field(init=False)
     spent: Spent = field(default_factory=Spent)  # on this device
+    held_us: int = -1  # up to here it paid for its keys and values; -1: it has none here yet
+    away_us: int = 0  # how long its model had been away then
 
     def __post_init__(self) -> None:
         self.computed = self.handed

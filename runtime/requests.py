@@ -9,6 +9,7 @@ from runtime.events import Abort, Effect, Lose
 from runtime.model import Model
 from runtime.request import Request, RequestId
 from runtime.rooms import Rooms
+from runtime.shares import Shares
 from store.wire import Finish
 
 
@@ -17,6 +18,7 @@ class Requests:
 
     def __init__(self, rooms: Rooms) -> None:
         self.attainment = Attainment()  # of those that ended
+        self.shares = Shares()
         self._rooms = rooms
         self._owners: dict[RequestId, Model] = {}
 
@@ -31,6 +33,7 @@ class Requests:
 
     def arrive(self, request: Request, model: Model, now: float) -> None:
         self._owners[request.id] = model
+        self.shares.arrive(request.tenant, request.weight)
         model.waiting[request.id] = request
         model.ttft_s = max(request.objective.ttft_s, request.objective.tbt_s)  # it may have waited elsewhere
         model.idle.arrived(now)
@@ -45,9 +48,16 @@ class Requests:
     def leave(self, id: RequestId, now: float) -> None:
         """It is in the engine still, and in none of its steps."""
         model = self._owners[id]
-        model.leaving[id] = self._take(id, now)
+        request = model.leaving[id] = self._take(id, now)
         self._owners[id] = model
+        self.shares.arrive(request.tenant, request.weight)
         model.stuck = False
+
+    def settle(self, had_us: dict[str, int]) -> None:
+        """What tenants had of the device since the last call: who is over their share now."""
+        if self.shares.settle(had_us):
+            for model in self._rooms.working.values():
+                model.dues_changed()
 
     def stay(self, id: RequestId) -> None:
         model = self._owners[id]
@@ -69,6 +79,7 @@ class Requests:
             model.prompts -= not request.computed
         else:
             request = model.waiting.pop(id) if id in model.waiting else model.leaving.pop(id)
+        self.shares.leave(request.tenant)
         model.dues_changed()
         if not model.has_requests:
             model.idle.left(now)
@@ -116,3 +127,4 @@ class Requests:
         held = [id for model in models for id in (*model.waiting, *model.running, *model.leaving)]
         assert len(held) == len(set(held)), "a request is held twice"
         assert set(held) == set(self._owners), "a request is owned and not held, or held and not owned"
+        assert sum(share.requests for share in self.shares.there.values()) == len(held), "shares lost count"

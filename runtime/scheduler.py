@@ -26,8 +26,8 @@ from runtime.placing import Placing
 from runtime.policy.migration import Load
 from runtime.policy.scaling import Band
 from runtime.request import ModelKey
-from store import observe, wire
-from store.bus import LEASE_TTL_S, Bus, BusError
+from store import grants, observe, signs, wire
+from store.bus import LEASE_TTL_S, Bus, BusError, ended
 
 log = structlog.get_logger()
 
@@ -43,7 +43,8 @@ class Fleet:
         self.cluster = Cluster(0, {}, rules)
         self.placing = Placing()
         self._numbers: dict[str, int] = {}
-        self._names: list[str] = []
+        self._names: list[str] = []  # by number
+        self._unused: list[int] = []  # numbers of those that will not come back
         self._leases: dict[str, wire.Lease] = {}  # of those that are there
         self._heard_at: dict[str, float] = {}  # also of those that are gone
         self._specs: dict[str, wire.EngineSpec] = {}
@@ -76,8 +77,7 @@ class Fleet:
         """A runtime that was started again is another device in the same place."""
         id, known = lease.runtime, self._numbers.get(lease.runtime)
         if known is None:
-            known = self._numbers[id] = len(self._names)
-            self._names.append(id)
+            known = self._numbers[id] = self._take_number(id)
             self.cluster.joined(known)
         device, before = self.cluster.devices[known], self._leases.get(id)
         anew = before is not None and before.epoch != lease.epoch
@@ -96,6 +96,14 @@ class Fleet:
             self.cluster.leaves(known)
         return known
 
+    def _take_number(self, id: str) -> int:
+        if self._unused:
+            number = self._unused.pop()
+            self._names[number] = id
+            return number
+        self._names.append(id)
+        return len(self._names) - 1
+
     def _load(self, number: int, lease: wire.Lease, now: float) -> Load:
         models = lease.models.items()
         weights = sum(state.weights_pages for _, state in models)
@@ -103,17 +111,21 @@ class Fleet:
         step_bytes = sum(
             self._specs[key].kv_bytes_per_token * state.running for key, state in models if key in self._specs
         )
+        head = max([state.head_bytes for _, state in models], default=0)  # whoever gets in next, it is no larger
+        waited = sum(state.head_bytes + state.queued_bytes for _, state in models)
         shares = {ModelKey(key): state.busy for key, state in models if state.busy}
         return Load(
             device=number,
             at=now,
             kv_bytes=(lease.pages_total - weights) * lease.page_bytes,
-            used_bytes=used * lease.page_bytes,
+            used_bytes=used * lease.page_bytes + head,
             step_bytes=step_bytes,
             running=sum(state.running for _, state in models),
             waiting=sum(state.waiting for _, state in models),
             busy=sum(shares.values()),
             shares=shares,
+            queued_bytes=waited - head,
+            least_bytes=min([s.least_bytes for _, s in models if s.least_bytes is not None], default=None),
         )
 
     def gone(self, runtime: str) -> None:
@@ -128,6 +140,13 @@ class Fleet:
             self.cluster.forgotten(number)
         self.draining.discard(runtime)
 
+    def _forget(self, runtime: str) -> None:
+        """Names may be new with every start: those that are gone for good must not pile up."""
+        del self._heard_at[runtime]
+        number = self._numbers.pop(runtime)
+        self.cluster.forgotten(number)
+        self._unused.append(number)
+
     def settled(self, runtime: str) -> None:
         self.cluster.settled(self._numbers[runtime])
 
@@ -139,7 +158,7 @@ class Fleet:
             if now - at > LEASE_TTL_S:
                 self.gone(runtime)
             if now - at > JOIN_S_MOST:
-                self.cluster.forgotten(self._numbers[runtime])
+                self._forget(runtime)
         return [said for order in self.cluster.tick(now) for said in self._said(order)]
 
     def _said(self, order: Order) -> list[tuple[str, wire.Migrate | wire.Drain]]:
@@ -261,9 +280,11 @@ async def serve(settings: SchedulerSettings) -> None:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     name = f"scheduler-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    async with Bus.connect(settings.nats_url, name) as bus:
+    async with Bus.connect(settings.nats_url, name, grants.SCHEDULER, settings.nats_credentials) as bus:
         band = Band(settings.runtimes_least, settings.runtimes_most) if settings.runtimes_most else None
+        giving = asyncio.create_task(signs.give(lambda: bus.connected))
         await Scheduler(bus, Rules(migrate=True, band=band), name).run(stop)
+        await ended(giving)
 
 
 def main() -> int:

@@ -123,7 +123,7 @@ class Tcp:
             return await self._carry(first, blocks)
         except TimeoutError as error:
             raise NotCarried(f"{self._address} takes too long to receive {len(blocks)} blocks") from error
-        except (OSError, EOFError, msgspec.DecodeError, HostBlocksError) as error:
+        except (OSError, EOFError, msgspec.DecodeError, UnicodeDecodeError, HostBlocksError) as error:
             raise NotCarried(f"{len(blocks)} blocks can't be sent to {self._address}: {error}") from error
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import nats
@@ -20,10 +21,10 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import Error as JetStreamError
-from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NoKeysError, NotFoundError
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NotFoundError
 from nats.js.kv import KeyValue
 
-from store import wire
+from store import grants, wire
 
 log = structlog.get_logger()
 
@@ -35,6 +36,9 @@ FETCH_S = 2.0  # of one pull: a restarted server has forgotten it, so a longer o
 CONNECT_TIMEOUT_S = 5.0  # to connect first; later the connection is mended for ever
 PAYLOAD_LEAST = 1 << 20  # bytes: a server that carries less is refused at start
 PENDING_MOST = 64 << 20  # bytes buffered per connection while the server is away
+GETS_MOST = 32  # keys of a bucket that are asked for at a time
+
+_TTL_S = {wire.LEASES: LEASE_TTL_S, wire.LEADER: LEASE_TTL_S, wire.QUOTAS: QUOTA_TTL_S}  # of buckets
 
 Callback = Callable[[bytes], Awaitable[None]]
 Responder = Callable[[bytes], Awaitable[wire.Message]]
@@ -96,9 +100,15 @@ class Bus:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def connect(cls, url: str, name: str) -> AsyncIterator[Bus]:
-        """Raises BusError when the server is not reachable, has no JetStream or carries less than 1 MiB a message."""
+    async def connect(
+        cls, url: str, name: str, user: grants.User = grants.ANYBODY, credentials: Path | None = None
+    ) -> AsyncIterator[Bus]:
+        """`credentials`: a file with an nkey's seed, or a `.creds` file with a JWT; None: those in the URL, or none.
+
+        Raises BusError when the server is not reachable, refuses the user, has no JetStream or carries less than 1 MiB
+        a message."""
         buses: list[Bus] = []
+        refused = False
 
         async def reconnected() -> None:
             log.warning("bus.reconnected", name=name)
@@ -107,7 +117,12 @@ class Bus:
                     await callback()
 
         async def failed(error: Exception) -> None:
-            log.warning("bus.error", name=name, error=f"{type(error).__name__}: {error}")
+            nonlocal refused
+            refused |= "authorization violation" in str(error).lower()
+            if "permissions violation" in str(error).lower():  # what was asked for gets no other answer
+                log.error("bus.forbidden", name=name, user=user.name, error=str(error))
+            else:
+                log.warning("bus.error", name=name, error=f"{type(error).__name__}: {error}")
 
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):  # it would try for ever, as it is to do later
@@ -121,41 +136,46 @@ class Bus:
                     max_outstanding_pings=2,
                     pending_size=PENDING_MOST,
                     allow_reconnect=True,
+                    inbox_prefix=user.inbox,
                     error_cb=failed,
                     reconnected_cb=reconnected,
+                    **_identity(credentials),
                 )
         except (OSError, nats.errors.Error, TimeoutError) as error:
             shown = redacted(url)
+            if refused:
+                raise BusError(
+                    f"NATS at {shown} refuses the user {user.name}: set STACCATO_NATS_CREDENTIALS to a file with the "
+                    "seed of an nkey that it knows"
+                ) from error
             raise BusError(f"NATS at {shown} is not reachable: start it or set STACCATO_NATS_URL") from error
         bus = cls(client)
         buses.append(bus)
         try:
-            await bus._prepare(redacted(url))
+            await bus._prepare(redacted(url), user)
             yield bus
         finally:
             with contextlib.suppress(Exception):  # close() while reconnecting raises TypeError in nats-py 2.16
                 await client.close()
 
-    async def _prepare(self, url: str) -> None:
+    async def _prepare(self, url: str, user: grants.User) -> None:
         if self._client.max_payload < PAYLOAD_LEAST:
             raise BusError(
                 f"NATS at {url} has max_payload {self._client.max_payload}, at least {PAYLOAD_LEAST} are needed"
             )
         try:
-            self._buckets[wire.LEASES] = await self._bucket(wire.LEASES, ttl_s=LEASE_TTL_S)
-            self._buckets[wire.MODELS] = await self._bucket(wire.MODELS, ttl_s=None)
-            self._buckets[wire.PLACES] = await self._bucket(wire.PLACES, ttl_s=None)
-            self._buckets[wire.LEADER] = await self._bucket(wire.LEADER, ttl_s=LEASE_TTL_S)
-            self._buckets[wire.QUOTAS] = await self._bucket(wire.QUOTAS, ttl_s=QUOTA_TTL_S)
-            await self._js.add_stream(
-                StreamConfig(
-                    name=wire.USAGE_STREAM,
-                    subjects=[wire.usage_subject(">")],
-                    retention=RetentionPolicy.LIMITS,
-                    storage=StorageType.FILE,
-                    duplicate_window=120,
+            for name in user.reads:
+                self._buckets[name] = await self._bucket(name, _TTL_S.get(name))
+            if user.meters or user.books:
+                await self._js.add_stream(
+                    StreamConfig(
+                        name=wire.USAGE_STREAM,
+                        subjects=[wire.usage_subject(">")],
+                        retention=RetentionPolicy.LIMITS,
+                        storage=StorageType.FILE,
+                        duplicate_window=120,
+                    )
                 )
-            )
         except (JetStreamError, nats.errors.Error) as error:
             raise BusError(
                 f"NATS at {url} has no usable JetStream ({error}): enable it with `jetstream {{}}`"
@@ -279,13 +299,28 @@ class Bus:
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
             raise BusError(f"{bucket}/{key}: not known to be stored: {error}") from error
 
-    async def keys(self, bucket: str) -> list[str]:
+    async def entries(self, bucket: str) -> dict[str, bytes]:
+        """All there is. Asked for key by key: the client's own way takes a consumer. Raises BusError."""
+        subject = grants.key(bucket, "")
+        turns = asyncio.Semaphore(GETS_MOST)
+
+        async def value(key: str) -> bytes | None:
+            async with turns:
+                with contextlib.suppress(KeyNotFoundError):  # deleted, perhaps since it was listed
+                    return (await self._buckets[bucket].get(key)).value or b""
+            return None
+
         try:
-            return await self._buckets[bucket].keys()
-        except NoKeysError:
-            return []
+            listed = await self._js.stream_info(f"KV_{bucket}", subjects_filter=">")
+            names = sorted(name.removeprefix(subject) for name in listed.state.subjects or ())
+            values = await asyncio.gather(*map(value, names))
         except (JetStreamError, nats.errors.Error, TimeoutError) as error:
             raise BusError(f"{bucket}: not listed: {error}") from error
+        return {name: found for name, found in zip(names, values, strict=True) if found is not None}
+
+    async def keys(self, bucket: str) -> list[str]:
+        """Raises BusError."""
+        return list(await self.entries(bucket))
 
     async def watch(self, bucket: str, watcher: Watcher) -> None:
         """Tell `watcher` (key, value or None when deleted) all there is and every change, also after reconnects.
@@ -293,30 +328,30 @@ class Bus:
         A put is a publish on the bucket's subject, so a plain subscription sees every change without a server-side
         consumer that a restart of the server would lose; the snapshot fills what happened while we were away.
         """
-        prefix = f"$KV.{bucket}."
-
+        prefix = grants.key(bucket, "")
         known: set[str] = set()
+        changed_since: set[str] = set()  # the snapshot began: it may say less of them
 
         def tell(key: str, value: bytes | None) -> None:
             (known.discard if value is None else known.add)(key)
             watcher(key, value)
 
         async def changed(message: Msg) -> None:
+            key = message.subject.removeprefix(prefix)
+            changed_since.add(key)
             gone = bool(message.headers and message.headers.get("KV-Operation"))
-            tell(message.subject.removeprefix(prefix), None if gone else message.data)
+            tell(key, None if gone else message.data)
 
         async def snapshot() -> None:
-            listed = await self.keys(bucket)
-            for key in sorted(known.difference(listed)):
-                tell(key, None)
-            for key in listed:
-                with contextlib.suppress(JetStreamError):  # deleted since it was listed
-                    tell(key, (await self._buckets[bucket].get(key)).value)
+            changed_since.clear()
+            found = await self.entries(bucket)
+            for key in sorted((known | found.keys()) - changed_since):
+                tell(key, found.get(key))
 
         async def catch_up() -> None:
             try:
                 await snapshot()
-            except (BusError, nats.errors.Error, TimeoutError) as error:  # away again: the next reconnect repeats it
+            except BusError as error:  # away again: the next reconnect repeats it
                 log.warning("bus.snapshot_failed", bucket=bucket, error=str(error))
 
         await self._client.subscribe(prefix + ">", cb=changed)
@@ -351,6 +386,17 @@ class Bus:
                 continue
             usages = [usage for message in messages if (usage := await _usage(message))]
             yield UsageBatch(usages, messages)
+
+
+def _identity(credentials: Path | None) -> dict[str, str]:
+    """Raises BusError."""
+    if credentials is None:
+        return {}
+    try:
+        kind = "user_credentials" if "NATS USER JWT" in credentials.read_text() else "nkeys_seed"
+    except OSError as error:
+        raise BusError(f"STACCATO_NATS_CREDENTIALS={credentials}: {error.strerror}: name a file with a seed") from error
+    return {kind: str(credentials)}
 
 
 def redacted(url: str) -> str:

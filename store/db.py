@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -26,6 +27,9 @@ BUSY_TIMEOUT_S = 5.0  # longest wait for another process's write lock
 MIGRATION_TIMEOUT_S = 120.0
 PAGE_ROWS = 200  # of a long answer in memory at a time, and between two turns of the event loop: some milliseconds
 MIGRATION_LOCK = 0x57ACCA70  # key of PostgreSQL's advisory lock
+# PostgreSQL's policies show the rows of the tenant that this setting names. Connections begin with all of them.
+TENANT_SETTING, ALL_TENANTS = "staccato.tenant", "*"
+TENANT_ROLE = "staccato_tenant"  # policies hold for it whoever we are, be it a superuser; it may do what tenants may
 
 AnyRow: TypeAlias = "Row[*tuple[Any, ...]]"
 AnySelect: TypeAlias = "Select[*tuple[Any, ...]]"
@@ -95,11 +99,15 @@ def now_us() -> int:
     return time.time_ns() // 1000
 
 
+_ENTER = text(f"SELECT set_config('{TENANT_SETTING}', :tenant, true), set_config('role', '{TENANT_ROLE}', true)")
+
+
 class Database:
     """Transactions on one database; `write` commits when its block ends without an exception."""
 
     def __init__(self, url: str, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
         self._url = _driver_url(url)
+        self._tenant_id: str | None = None
         self._engine = _engine(self._url, busy_timeout_s)
         self._writer = self._engine.execution_options(writes=True)
         # SQLite has one writer: waiting here in order beats its polling for the file's lock.
@@ -127,25 +135,40 @@ class Database:
         """Without the password."""
         return self._url.render_as_string(hide_password=True)
 
+    def of(self, tenant_id: str | None) -> Database:
+        """The same, but PostgreSQL shows and changes this tenant's rows alone, whatever a query asks; None: all."""
+        theirs = copy.copy(self)
+        theirs._tenant_id = tenant_id
+        return theirs
+
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncConnection]:
         with self._translated():
             async with self._engine.begin() as connection:
+                await self._enter(connection)
                 yield connection
 
     @contextlib.asynccontextmanager
     async def snapshot(self) -> AsyncIterator[AsyncConnection]:
         """To read by several queries what the database was at one moment."""
-        async with self.read() as connection:
-            if not self.is_sqlite:  # where every reading transaction is one
-                await connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
-            yield connection
+        with self._translated():
+            async with self._engine.begin() as connection:
+                if not self.is_sqlite:  # where every reading transaction is one
+                    await connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
+                await self._enter(connection)
+                yield connection
 
     @contextlib.asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncConnection]:
         with self._translated():
             async with self._turn, self._writer.begin() as connection:
+                await self._enter(connection)
                 yield connection
+
+    async def _enter(self, connection: AsyncConnection) -> None:
+        """Until the transaction ends."""
+        if self._tenant_id is not None and not self.is_sqlite:
+            await connection.execute(_ENTER, {"tenant": self._tenant_id})
 
     async def close(self) -> None:
         await self._engine.dispose()
@@ -185,13 +208,15 @@ class Database:
             raise
 
 
-def migrate(url: str) -> None:
-    """Bring the database to the shape this version needs. For code without an event loop. Raises DatabaseError."""
+def migrate(url: str, revision: str = "head") -> None:
+    """Bring the database to the shape this version needs, or to an earlier one. For code without an event loop.
+
+    Raises DatabaseError."""
 
     async def work() -> None:
         database = Database(url, busy_timeout_s=MIGRATION_TIMEOUT_S)
         try:
-            await database.migrate()
+            await database.migrate(revision)
         finally:
             await database.close()
 
@@ -254,7 +279,8 @@ def _driver_url(url: str) -> URL:
 def _engine(url: URL, busy_timeout_s: float) -> AsyncEngine:
     if url.get_backend_name() != "sqlite":
         lock_ms = f"{busy_timeout_s * 1000:.0f}"
-        options = {"timeout": 5, "server_settings": {"lock_timeout": lock_ms, "application_name": "staccato"}}
+        settings = {"lock_timeout": lock_ms, "application_name": "staccato", TENANT_SETTING: ALL_TENANTS}
+        options = {"timeout": 5, "server_settings": settings}
         return create_async_engine(url, pool_pre_ping=True, pool_size=10, connect_args=options)
     engine = create_async_engine(
         url,

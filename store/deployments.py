@@ -1,25 +1,27 @@
 """Deployments and their revisions: what a tenant wants served, and the engine that each revision means.
 
 A revision never changes. `active` has the traffic; `target` is a newer one that gets it once a runtime could load it.
+With a canary, the target has a share of it until it is promoted.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
-from sqlalchemy import ColumnElement, and_, func, or_, select, update
+from sqlalchemy import ColumnElement, and_, case, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store import wire
 from store.db import AnyRow, AnySelect, added_once, new_id
 from store.models import Model, model_of
-from store.tables import artefacts, deployments, models, revisions, tenants
+from store.tables import artefacts, deployments, models, revisions, tenants, usage
 
+FAILED = "error"  # how usage says that a request ended by a fault of ours
 DURATION = r"^(auto|never|\d{1,6}(ms|s|m|h))$"
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -60,6 +62,24 @@ class Spec(_Part, frozen=True, kw_only=True):
     reasoning_parser: Parser | None = None
 
 
+class Share(_Part, frozen=True, kw_only=True):
+    """Of the requests that name no revision, as long as the target is not promoted."""
+
+    weight: Annotated[int, Meta(ge=0, le=100)]  # percent
+    errors_most: Annotated[float, Meta(ge=0, le=1)] = 0.05  # share of them that may fail: with more it gets no others
+
+
+class Canary(Share, frozen=True, kw_only=True):
+    """A share that a target has."""
+
+    since_us: int
+    halted: str | None = None  # why it gets no requests any more
+
+    @property
+    def share(self) -> Share:
+        return Share(weight=self.weight, errors_most=self.errors_most)
+
+
 @dataclass(frozen=True)
 class Revision:
     number: int
@@ -75,9 +95,10 @@ class Deployment:
     tenant: str
     tenant_weight: float
     name: str
-    desired_state: str  # awake | asleep
+    desired_state: Literal["awake", "asleep"]
     active: Revision
     target: Revision | None
+    canary: Canary | None  # of the target; None: it takes over as soon as it can
     version: int
     created_us: int
 
@@ -102,6 +123,8 @@ class Target:
     reasoning_parser: str | None
     owner: str  # the tenant's name
     created_at: float  # UNIX seconds
+    canary: Target | None = None  # serves some of the requests instead
+    canary_weight: int = 0  # percent of them
 
 
 # ── the engine of a revision ──────────────────────────────────────────────────────────────────────────────────────────
@@ -189,9 +212,14 @@ def _deployment(rows: list[AnyRow]) -> Deployment:
         desired_state=said[deployments.c.desired_state],
         active=live[said[deployments.c.active_revision]],
         target=live[said[deployments.c.target_revision]] if said[deployments.c.target_revision] else None,
+        canary=_canary(said[deployments.c.canary]),
         version=said[deployments.c.version],
         created_us=said[deployments.c.created_us],
     )
+
+
+def _canary(text: str | None) -> Canary | None:
+    return msgspec.json.decode(text, type=Canary) if text else None
 
 
 def _revision(row: AnyRow) -> Revision:
@@ -230,13 +258,23 @@ async def target(connection: AsyncConnection, tenant_id: str, name: str) -> Targ
     found = await _read(connection, deployments.c.tenant_id == tenant_id, deployments.c.name == name)
     if not found:
         return None
-    wanted = [r for r in found[0].live if str(r.number) == number] if number else [found[0].active]
+    if not number:
+        return _shared(found[0])
+    wanted = [revision for revision in found[0].live if str(revision.number) == number]
     return _target(found[0], wanted[0]) if wanted else None
 
 
 async def targets(connection: AsyncConnection, tenant_id: str) -> list[Target]:
     found = await _read(connection, deployments.c.tenant_id == tenant_id)
     return [_target(deployment, deployment.active) for deployment in sorted(found, key=lambda d: d.name)]
+
+
+def _shared(deployment: Deployment) -> Target:
+    """The active revision, and beside it the target if that has a share."""
+    active, canary = _target(deployment, deployment.active), deployment.canary
+    if deployment.target is None or canary is None or canary.halted:
+        return active
+    return replace(active, canary=_target(deployment, deployment.target), canary_weight=canary.weight)
 
 
 def _target(deployment: Deployment, revision: Revision) -> Target:
@@ -271,15 +309,41 @@ async def create(
 
 
 async def revise(
-    connection: AsyncConnection, deployment: Deployment, spec: Spec, model: Model, now_us: int
+    connection: AsyncConnection,
+    deployment: Deployment,
+    spec: Spec,
+    model: Model,
+    now_us: int,
+    share: Share | None = None,
 ) -> Deployment:
-    """A new revision, which is to take over; one that waited to is given up."""
+    """A new revision, to take over or to have a share until it is promoted; one that waited for that is given up."""
     newest = await connection.scalar(
         select(func.max(revisions.c.number)).where(revisions.c.deployment_id == deployment.id)
     )
     assert newest is not None, f"deployment {deployment.id} has no revision"
     await _add_revision(connection, deployment.id, newest + 1, spec, model, now_us, activated_us=None)
-    await _set(connection, deployment, target_revision=newest + 1)
+    await _set(connection, deployment, target_revision=newest + 1, canary=_text(share, now_us))
+    return await _changed(connection, deployment.id)
+
+
+async def share(connection: AsyncConnection, deployment: Deployment, share: Share | None, now_us: int) -> Deployment:
+    """Of the target from now on, also if it was halted; None: it takes over as soon as it can."""
+    await _set(connection, deployment, canary=_text(share, now_us))
+    return await _changed(connection, deployment.id)
+
+
+def _text(share: Share | None, now_us: int) -> str | None:
+    if share is None:
+        return None
+    return msgspec.json.encode(Canary(**msgspec.structs.asdict(share), since_us=now_us)).decode()
+
+
+async def promote(connection: AsyncConnection, deployment: Deployment, now_us: int) -> Deployment:
+    """The target takes over, whatever its share was."""
+    assert deployment.target is not None
+    number = deployment.target.number
+    await _set(connection, deployment, active_revision=number, target_revision=None, canary=None)
+    await _had_traffic(connection, deployment.id, number, now_us)
     return await _changed(connection, deployment.id)
 
 
@@ -289,14 +353,14 @@ async def roll_back(connection: AsyncConnection, deployment: Deployment, number:
     None when there is no such revision.
     """
     if number is None and deployment.target is not None:
-        await _set(connection, deployment, target_revision=None)
+        await _set(connection, deployment, target_revision=None, canary=None)
         return await _changed(connection, deployment.id)
     had_traffic = (revisions.c.deployment_id == deployment.id) & revisions.c.activated_us.is_not(None)
     wanted = revisions.c.number == number if number else revisions.c.number < deployment.active.number
     found = await connection.scalar(select(func.max(revisions.c.number)).where(had_traffic, wanted))
     if found is None:
         return None
-    await _set(connection, deployment, active_revision=found, target_revision=None)
+    await _set(connection, deployment, active_revision=found, target_revision=None, canary=None)
     return await _changed(connection, deployment.id)
 
 
@@ -311,15 +375,50 @@ async def delete(connection: AsyncConnection, deployment: Deployment, now_us: in
 
 
 async def activate(connection: AsyncConnection, id: str, number: int, now_us: int) -> bool:
-    """The target takes the traffic; False when it is no longer the target."""
+    """The target takes the traffic; False when it is no longer the target, or is one that has to be promoted."""
     waiting = (deployments.c.id == id) & (deployments.c.target_revision == number) & _ALIVE
+    waiting &= deployments.c.canary.is_(None)
     moved = await connection.execute(
         update(deployments).where(waiting).values(active_revision=number, target_revision=None)
     )
-    it = (revisions.c.deployment_id == id) & (revisions.c.number == number) & revisions.c.activated_us.is_(None)
     if moved.rowcount:
-        await connection.execute(update(revisions).where(it).values(activated_us=now_us))
+        await _had_traffic(connection, id, number, now_us)
     return bool(moved.rowcount)
+
+
+async def _had_traffic(connection: AsyncConnection, id: str, number: int, now_us: int) -> None:
+    it = (revisions.c.deployment_id == id) & (revisions.c.number == number) & revisions.c.activated_us.is_(None)
+    await connection.execute(update(revisions).where(it).values(activated_us=now_us))
+
+
+# ── canaries ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def outcomes(connection: AsyncConnection, deployment: Deployment) -> tuple[int, int]:
+    """Requests that the canary was given and that have ended, and those of them that failed, as far as they are booked.
+
+    Some of the first may have asked for it by its number."""
+    assert deployment.target is not None and deployment.canary is not None
+    failed = func.coalesce(func.sum(case((usage.c.finish == FAILED, 1), else_=0)), 0)
+    query = select(func.count(), failed).where(
+        usage.c.tenant_id == deployment.tenant_id,
+        usage.c.started_us >= deployment.canary.since_us,
+        usage.c.deployment_id == deployment.id,
+        usage.c.revision == deployment.target.number,
+        usage.c.final,
+    )
+    ended, errors = (await connection.execute(query)).one()
+    return ended, int(errors)
+
+
+async def halt(connection: AsyncConnection, deployment: Deployment, reason: str) -> bool:
+    """Its canary gets no more requests; False when the canary is another one by now."""
+    assert deployment.target is not None and deployment.canary is not None
+    was = msgspec.json.encode(deployment.canary).decode()
+    now = msgspec.json.encode(msgspec.structs.replace(deployment.canary, halted=reason)).decode()
+    it = (deployments.c.id == deployment.id) & (deployments.c.target_revision == deployment.target.number)
+    it &= (deployments.c.canary == was) & _ALIVE
+    return bool((await connection.execute(update(deployments).where(it).values(canary=now))).rowcount)
 
 
 async def _set(connection: AsyncConnection, deployment: Deployment, **values: str | int | None) -> None:

@@ -7,37 +7,39 @@ of requests that nobody speaks of any more.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
+from pathlib import Path
 
 import structlog
 import uvloop
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from store import observe, usage
+from store import grants, observe, signs, usage
 from store.bus import Bus, BusError, UsageBatch, ended
 from store.db import Database, DatabaseError, NotMigrated, now_us
 
 log = structlog.get_logger()
 
-CONSUMER = "ledger"
 BATCH_MOST = 2000  # what a transaction costs besides its rows is as much as 500 rows do
 SWEEP_PERIOD_S = 60.0  # the first comes so late, too: what waits in the stream is booked by then
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # between attempts; the last one again and again
 
 
 class LedgerSettings(BaseSettings):
-    """`STACCATO_NATS_URL`, `STACCATO_DATABASE_URL`."""
+    """`STACCATO_NATS_URL`, `STACCATO_DATABASE_URL`; the latter may be a file in the folder STACCATO_SECRETS."""
 
     model_config = SettingsConfigDict(env_prefix="STACCATO_", extra="ignore")
 
     nats_url: str = "nats://127.0.0.1:4222"
+    nats_credentials: Path | None = None
     database_url: str
 
 
 async def consume(bus: Bus, database: Database) -> None:
     """Endless."""
-    async for batch in bus.usage_batches(CONSUMER, BATCH_MOST):
+    async for batch in bus.usage_batches(grants.BOOKS, BATCH_MOST):
         await _book(database, batch)
         try:
             await batch.ack()
@@ -83,8 +85,10 @@ async def serve(settings: LedgerSettings) -> None:
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
-    async with Database.open(settings.database_url) as database, Bus.connect(settings.nats_url, "ledger") as bus:
-        work = [asyncio.create_task(consume(bus, database)), asyncio.create_task(sweep(database))]
+    connecting = Bus.connect(settings.nats_url, "ledger", grants.LEDGER, settings.nats_credentials)
+    async with Database.open(settings.database_url) as database, connecting as bus:
+        jobs = (consume(bus, database), sweep(database), signs.give(lambda: bus.connected))
+        work = [asyncio.create_task(job) for job in jobs]
         stopping = asyncio.create_task(stop.wait())
         log.info("ledger.ready", database=database.shown_url)
         await asyncio.wait([*work, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -98,7 +102,8 @@ async def serve(settings: LedgerSettings) -> None:
 def main() -> int:
     observe.configure_logs("ledger")
     try:
-        uvloop.run(serve(LedgerSettings()))  # type: ignore[call-arg]  # the URL comes from the environment
+        settings = LedgerSettings(_secrets_dir=os.environ.get("STACCATO_SECRETS"))  # type: ignore[call-arg]
+        uvloop.run(serve(settings))
     except (ValueError, BusError, DatabaseError) as error:
         print(f"ledger: {error}", file=sys.stderr)
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from sqlalchemy import ColumnElement, or_, select, true, update
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -21,7 +22,7 @@ class Model:
     name: str
     source: str
     path: str
-    state: str  # importing | ready | refused
+    state: Literal["importing", "ready", "refused"]
     reason: str
     artefact: Artefact | None
     created_us: int

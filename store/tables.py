@@ -82,6 +82,7 @@ deployments = Table(
     Column("active_revision", Integer, nullable=False),  # has the traffic
     Column("target_revision", Integer),  # gets the traffic once a runtime could load it
     Column("version", Integer, nullable=False),  # counts the changes that people made: the ETag
+    Column("canary", Text),  # JSON of deployments.Canary: the share of the traffic that the target has meanwhile
     Column("created_us", BigInteger, nullable=False),
     Column("deleted_us", BigInteger),
 )
@@ -178,16 +179,32 @@ exports = Table(
     Column("created_us", BigInteger, nullable=False),
 )
 
-events = Table(
-    "events",
+# Never changed and never deleted: triggers refuse it. What the hashes mean stands in store/audit.py.
+audit = Table(
+    "audit",
     metadata,
-    Column("id", Text, primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),  # 1, 2, 3, ... without a gap
+    Column("hash", Text, nullable=False),
+    Column("tenant_seq", BigInteger),  # the same among the rows of its tenant
+    Column("tenant_hash", Text),
+    Column("id", Text, nullable=False, unique=True),
     Column("at_us", BigInteger, nullable=False),
     Column("kind", Text, nullable=False),  # deployment.created, key.revoked, ...
     Column("tenant_id", Text),
     Column("subject_id", Text, nullable=False),
     Column("by", Text, nullable=False),  # key id, "admin" or "platform"
-    Column("detail", Text, nullable=False),
+    Column("request_id", Text),
+    Column("old", Text),  # JSON of what it was, as far as it is no secret
+    Column("new", Text),
+)
+_unique("audit_by_tenant", audit.c.tenant_id, audit.c.tenant_seq, when="tenant_id IS NOT NULL")
+
+# One row: where the chain ends. Whoever adds to it holds this row until the end of the transaction.
+audit_head = Table(
+    "audit_head",
+    metadata,
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("hash", Text, nullable=False),
 )
 
 idempotency = Table(

@@ -181,6 +181,12 @@ async def unreconciled(connection: AsyncConnection, now_us: int) -> int:
     return await connection.scalar(select(func.count()).where(_past_lease(now_us))) or 0
 
 
+async def is_final(connection: AsyncConnection, request: str) -> bool:
+    """Whether the end of this request's first attempt is booked."""
+    query = select(usage.c.final).where(usage.c.request == request, usage.c.attempt == 1)
+    return bool(await connection.scalar(query))
+
+
 def _past_lease(now_us: int) -> ColumnElement[bool]:
     silent = usage.c.ended_us < now_us - LEASE_US
     return and_(~usage.c.final, silent, usage.c.period >= first_open(now_us))

@@ -137,11 +137,14 @@ class Run(Message, frozen=True, kw_only=True, tag=True):
     payload: bytes  # the engine's own request, opaque to everybody but runtime/engine
     engine: str  # version of the engine that wrote `payload`: another version refuses it
     label: str = ""  # tenant and deployment: whose attainment its tokens count to
+    tenant: str = ""  # whose share of the device it is served from
+    weight: float = 1.0  # of the tenant: its share is in this proportion to those of others
     ttft_s: float = 10.0  # the first token is due so long after the arrival
     tbt_s: float = 0.1  # and each further one so long after the one before was due
     patience_s: float = 1.5  # so late, a token is lost: its request no longer makes others wait
     made: list[int] = []  # tokens of its output that earlier attempts made: the next one is the one after these
     first_late: bool = False  # the first of them was
+    trace: str = ""  # W3C traceparent of the request's span; empty: it is not traced
 
 
 class Refusal(IntEnum):
@@ -190,6 +193,46 @@ class Moved(msgspec.Struct, frozen=True, array_like=True):
     seq: int
 
 
+class Course(msgspec.Struct, frozen=True, array_like=True):
+    """Where a stream's time at a runtime went, so far: see runtime/course.py."""
+
+    queue_us: int = 0
+    wake_us: int = 0
+    switch_us: int = 0
+    prefill_us: int = 0
+    decode_us: int = 0
+    wait_us: int = 0
+
+
+class Spent(msgspec.Struct, frozen=True, array_like=True):
+    """What a stream used of a device and its host, so far: see runtime/account.py."""
+
+    gpu_us: int = 0
+    switch_us: int = 0
+    kv_byte_s: int = 0
+    cache_byte_s: int = 0
+
+    def plus(self, other: Spent) -> Spent:
+        return Spent(
+            self.gpu_us + other.gpu_us,
+            self.switch_us + other.switch_us,
+            self.kv_byte_s + other.kv_byte_s,
+            self.cache_byte_s + other.cache_byte_s,
+        )
+
+    def most(self, other: Spent) -> Spent:
+        """The greater of each."""
+        return Spent(
+            max(self.gpu_us, other.gpu_us),
+            max(self.switch_us, other.switch_us),
+            max(self.kv_byte_s, other.kv_byte_s),
+            max(self.cache_byte_s, other.cache_byte_s),
+        )
+
+
+NOTHING_SPENT = Spent()
+
+
 class Delta(msgspec.Struct, frozen=True, array_like=True):
     """What one step made for one stream."""
 
@@ -203,8 +246,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""  # with finish == ERROR or LOST: one sentence for the client
     suspect: bool = False  # with finish == LOST: it was in the step in which the engine failed
     moved: Moved | None = None  # this is the last of it from this runtime: what follows comes from that one
-    gpu_us: int = 0  # of the device's time, what this runtime has spent on the stream so far: see runtime/account.py
-    switch_us: int = 0
+    spent: Spent = NOTHING_SPENT  # by this runtime
+    course: Course | None = None  # with the first tokens from this runtime, with the last, and before it moves
 
 
 class Frame(Message, frozen=True, kw_only=True, tag=True):
@@ -381,6 +424,9 @@ class ModelState(Message, frozen=True, kw_only=True, tag=True):
     prefill_ms: float = 0.0  # estimate for the longest prompt it takes, alone; 0: not known
     busy: float = 0.0  # share of the device's time that its requests need to keep their pace
     tbt_s: float = 0.0  # the shortest objective of its requests; 0: it has none
+    head_bytes: int = 0  # of KV cache, that the first of those that wait for the engine needs
+    queued_bytes: int = 0  # that the others need, which wait behind it
+    least_bytes: int | None = None  # that its smallest request has or needs; None: it has none
 
 
 class Attained(msgspec.Struct, frozen=True, array_like=True):
@@ -405,6 +451,13 @@ class Accounts(msgspec.Struct, frozen=True):
     labels: dict[str, tuple[int, int]] = {}  # by Run.label: of steps, of switches
 
 
+class Spread(msgspec.Struct, frozen=True, array_like=True):
+    """How long something took, each time: a histogram over the bounds of store/series.py's WAIT_S."""
+
+    counts: list[int] = []  # up to each bound and above the one before; the last: above all
+    sum_s: float = 0.0
+
+
 class Lease(Message, frozen=True, kw_only=True, tag=True):
     """A runtime is alive and this is what it has. Renewed every second, gone after `TTL`."""
 
@@ -424,6 +477,9 @@ class Lease(Message, frozen=True, kw_only=True, tag=True):
     models: dict[str, ModelState] = {}
     attainment: dict[str, Attained] = {}  # by Run.label, since the device process started
     accounts: Accounts = Accounts()
+    wakes: dict[str, Spread] = {}  # of models, from the host's memory and from disk
+    law: dict[str, float] = {}  # what any model costs on this device: runtime/costs.Law; empty: it was not measured
+    switch_times: Spread = Spread()
 
 
 class Usage(Message, frozen=True, kw_only=True, tag=True):
@@ -444,11 +500,11 @@ class Usage(Message, frozen=True, kw_only=True, tag=True):
     output_tokens: int  # delivered to the client
     started_at: float  # UNIX seconds
     ended_at: float
-    finish: str  # stop | length | budget_exhausted | cancelled | error | gateway_lost | lost | open
+    finish: str  # stop | length | budget_exhausted | cancelled | rejected | error | gateway_lost | lost | open
     gpu_us: int = 0  # of the device's time, as far as it is charged to it
     switch_us: int = 0  # of its model's way to the device, likewise
-    cache_byte_s: int = 0  # bytes in the host cache times the seconds they were held for it
-    kv_byte_s: int = 0  # the same of the device's KV cache
+    cache_byte_s: int = 0  # of its KV cache in the host's memory, while its model was away
+    kv_byte_s: int = 0  # of its KV cache on the device
 
 
 class Level(msgspec.Struct, frozen=True, array_like=True):

@@ -32,13 +32,14 @@ async def soon(true: Callable[[], bool]) -> None:
 class NatsServer:
     """A nats-server child with JetStream on a port of its own; `kill` and `start` again keep the port and the data."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, authorization: str = "") -> None:
         self.port = free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
         folder.mkdir(parents=True, exist_ok=True)
         self._config = folder / "nats.conf"
         self._config.write_text(
             f'listen: "127.0.0.1:{self.port}"\nmax_payload: 8MB\njetstream {{ store_dir: "{folder}/js" }}\n'
+            + authorization
         )
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -36,9 +36,24 @@ class Postgres:
             [programs / "initdb", "-D", folder / "data", "-U", "staccato", "-A", "trust", "--no-sync", "-E", "UTF8"]
         )
         options = f"-p {self._port} -h 127.0.0.1 -k {folder} -F -c max_connections=200 -c log_min_messages=panic"
-        command = [programs / "postgres", "-D", folder / "data", *options.split()]
-        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL, **self._identity())
+        self._command = [programs / "postgres", "-D", folder / "data", *options.split()]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL, **self._identity())  # type: ignore[call-overload]
         self._wait()
+
+    def kill(self) -> None:
+        """It ends at once, and recovers from its log when it is started again."""
+        self._end(signal.SIGQUIT)
+
+    def stop(self) -> None:
+        self._end(signal.SIGINT)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end(self, number: int) -> None:
+        self.process.send_signal(number)
+        self.process.wait(20)
 
     def _identity(self) -> dict[str, object]:
         """initdb and postgres refuse root."""
@@ -87,12 +102,9 @@ def postgres_server() -> Iterator[Postgres]:
     found = programs()
     if found is None:
         pytest.skip("no PostgreSQL: neither initdb in PATH nor /usr/lib/postgresql (install Debian's `postgresql`)")
-    folder = Path(tempfile.mkdtemp(prefix="staccato-pg-"))
-    server = Postgres(found, folder, account())
+    server = Postgres(found, Path(tempfile.mkdtemp(prefix="staccato-pg-")), account())
     yield server
-    server.process.send_signal(signal.SIGINT)
-    server.process.wait(20)
-    shutil.rmtree(folder, ignore_errors=True)
+    server.stop()
 
 
 def account() -> str:

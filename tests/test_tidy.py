@@ -17,10 +17,10 @@ DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 # No clock, no chance, no I/O: the same file runs in production and in a simulator.
 PURE = re.compile(
-    r"runtime/(account|attainment|cluster|costs|estimate|events|instance|model|pages|placing|hosting|request|requests|ring|rooms)\.py"
+    r"runtime/(account|attainment|cluster|costs|course|estimate|events|instance|model|pages|placing|hosting|request|requests|ring|rooms|shares|timeline)\.py"
     r"|runtime/(policy/\w+|engine/base|memory/index)\.py"
-    r"|store/wire\.py"
-    r"|gateway/(allowance|objectives|status)\.py"
+    r"|store/(wire|grants|series|views)\.py"
+    r"|gateway/(allowance|canary|objectives|status)\.py"
 )
 IMPURE_MODULES = (
     "time",
@@ -39,11 +39,13 @@ IMPURE_CALLS = ("open", "print", "input")
 # A dependency has one home.
 HOMES = {
     "nats": r"store/bus\.py",
+    "nkeys": r"gateway/bus_users\.py",
     "sqlalchemy": r"(store|migrations)/.*",
     "alembic": r"(store|migrations)/.*",
     "vllm": r"runtime/engine/\w+\.py|gateway/front\.py",
     "torch": r"runtime/engine/\w+\.py|gateway/front\.py",
     "cupy": r"runtime/memory/kernels\.py",
+    "opentelemetry": r"store/tracing\.py",
     "fastapi": r"gateway/front\.py",
     "pyarrow": r"runtime/sim/trace\.py|gateway/formats\.py",
 }

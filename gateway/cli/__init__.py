@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import typer
 
-from gateway.cli import billing, chat, deployments, models, profile, serve, sim, tenants
+from gateway.cli import audit, billing, chat, deployments, models, profile, serve, sim, tenants
 from gateway.cli.api import CliError
 
 app = typer.Typer(
@@ -25,6 +25,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "runtime": serve.runtime,
     "scheduler": serve.scheduler,
     "ledger": serve.ledger,
+    "migrate": serve.migrate,
+    "nats-users": serve.nats_users,
     "doctor": serve.doctor,
     "profile": profile.profile,
     "version": serve.version,
@@ -32,6 +34,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "ls": deployments.list_deployments,
     "show": deployments.show,
     "rm": deployments.remove,
+    "promote": deployments.promote,
+    "rollback": deployments.rollback,
     "sleep": deployments.sleep,
     "wake": deployments.wake,
     "ps": deployments.processes,
@@ -45,6 +49,7 @@ GROUPS = {
     "model": models.model,
     "usage": billing.usage,
     "bill": billing.bill,
+    "audit": audit.audit,
 }
 
 for name, command in COMMANDS.items():

@@ -1,11 +1,13 @@
-"""`staccato usage`, `staccato usage verify` and `staccato bill export`."""
+"""`staccato usage`, `staccato usage verify`, `staccato bill export` and `staccato bill correct`."""
 
 from __future__ import annotations
 
 import contextlib
 import json as json_text
 import sys
+import uuid
 from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -31,6 +33,17 @@ FIGURES = (
     "amount",
     "currency",
 )
+
+
+CORRECTION = {
+    "ID": "id",
+    "BILL": "period",
+    "CORRECTS": "corrects",
+    "TENANT": "tenant_id",
+    "MINOR UNITS": "amount_minor",
+    "CURRENCY": "currency",
+    "REASON": "reason",
+}
 
 
 class Format(StrEnum):
@@ -124,6 +137,47 @@ def export(
                 file.write(chunk)
     if output:
         note(f"the bill of {period} is in {output}")
+
+
+@bill.command("correct")
+def correct(
+    tenant: Annotated[str, typer.Argument(metavar="TENANT")],
+    amount: Annotated[str, typer.Option(help="As -12.50, a credit, or 12.50, a debit.")],
+    reason: Annotated[str, typer.Option(help="What the tenant reads on its bill.")],
+    currency: Annotated[str, typer.Option(metavar="CODE")] = "USD",
+    corrects: Annotated[str | None, typer.Option(metavar="YYYY-MM", help="The bill it is about; the open one.")] = None,
+    once: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Say the same when you say it again: it is booked once.")
+    ] = None,
+    url: Url = None,
+    key: Key = None,
+    json: Json = False,
+) -> None:
+    """Put a credit or a debit on the bill that is open now; what is booked stays as it is."""
+    body: Row = {
+        "tenant": tenant,
+        "amount_minor": _minor(amount, currency),
+        "reason": reason,
+        "currency": currency,
+        "corrects": corrects,
+    }
+    with connect(url, key) as gateway:
+        made = gateway.post(route("billing", "corrections"), body, once or uuid.uuid4().hex)
+    print_row(made, CORRECTION, json)
+
+
+def _minor(amount: str, currency: str) -> int:
+    """In the currency's smallest unit. Raises a usage error."""
+    from store.billing import minor_places  # with all of the database behind it
+
+    places = minor_places(currency)
+    try:
+        minor = Decimal(amount).scaleb(places)
+    except InvalidOperation:
+        raise typer.BadParameter(f"{amount!r} is no amount: write it as -12.50") from None
+    if not minor.is_finite() or minor != minor.to_integral_value():
+        raise typer.BadParameter(f"{amount!r} is no amount of {currency}, which has {places} decimals")
+    return int(minor)
 
 
 @contextlib.contextmanager

@@ -44,8 +44,10 @@ class Gateway:
     def get(self, path: str, **params: str | None) -> Row:
         return self._ask(self._http.build_request("GET", path, params=_given(params)))
 
-    def post(self, path: str, body: Row | None = None) -> Row:
-        return self._ask(self._http.build_request("POST", path, json=_given(body or {})))
+    def post(self, path: str, body: Row | None = None, once: str | None = None) -> Row:
+        """`once`: said again, it is not done again."""
+        headers = {"idempotency-key": once} if once else {}
+        return self._ask(self._http.build_request("POST", path, json=_given(body or {}), headers=headers))
 
     def patch(self, path: str, body: Row) -> Row:
         """A merge patch: what is null is taken away."""

@@ -1,24 +1,38 @@
-"""`staccato deploy`, `ls`, `show`, `rm`, `sleep`, `wake`, `ps`."""
+"""`staccato deploy`, `promote`, `rollback`, `ls`, `show`, `rm`, `sleep`, `wake`, `ps`."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated
+from uuid import UUID
 
 import typer
 
-from gateway.cli.api import CONFLICT, RETRYABLE, CliError, Row
+from gateway.cli.api import CONFLICT, RETRYABLE, USAGE, CliError, Row
 from gateway.cli.models import absolute, is_source, register
 from gateway.cli.options import Duration, Json, Key, Tenant, Url, connect, route
 from gateway.cli.output import at, note, print_json, print_row, print_rows, text
 from gateway.cli.progress import waiting
+from store.series import PARTS
 
 if TYPE_CHECKING:
     from gateway.cli.client import Gateway
 
+REQUEST = {
+    "REQUEST": "id",
+    "FINISH": "finish",
+    "COLD": "cold",
+    "PROMPT": "prompt_tokens",
+    "CACHED": "cached_tokens",
+    "OUTPUT": "output_tokens",
+    "FIRST TOKEN MS": "breakdown.first_token_ms",
+    **{f"{part.upper()} MS": f"breakdown.parts.{part}" for part in PARTS},
+    "TOTAL MS": "breakdown.total_ms",
+}
 DEPLOYMENT = {
     "NAME": "name",
     "TENANT": "tenant",
@@ -31,6 +45,7 @@ DETAILS = DEPLOYMENT | {
     "ID": "id",
     "DESIRED": "status.desired_state",
     "RESIDENCY": "status.residency",
+    "CANARY": "canary",
     "CONDITIONS": "status.conditions",
     "ATTAINMENT": "status.attainment",
     "DTYPE": "dtype",
@@ -59,6 +74,27 @@ ON_DEVICE = {
     "ERROR": "error",
 }
 
+PLAN = {
+    "WEIGHT BYTES": "weight_bytes",
+    "KV BYTES/TOKEN": "kv_bytes_per_token",
+    "MAX LEN": "max_model_len",
+    "OBJECTIVE": "objective",
+    "PRICE": "price",
+}
+PLANNED = {
+    "DEVICE": "id",
+    "FITS": "fits",
+    "KV TOKENS": "kv_tokens",
+    "NOW": "kv_tokens_now",
+    "LONGEST REQUESTS": "longest_requests",
+    "FROM FILES": "cold_start.files",
+    "FROM HOST": "cold_start.host",
+    "FROM PAGES": "cold_start.pages",
+    "STEP": "step",
+    "BUSY": "busy",
+}
+SLOWED = {"SLOWS": "deployment", "TENANT": "tenant", "DEVICE": "runtime", "BUSY": "busy"}
+
 SERVING = ("asleep", "awake")  # asleep is healthy: the first request wakes it
 POLL_S = 0.2
 
@@ -80,8 +116,12 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The deployment's name
 
 
 def deploy(
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="What clients write as `model`.")],
-    model: Annotated[str, typer.Option(help="A model's name, or a folder, which is registered first.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model's name, or a folder, which is registered first. Needed but for --canary."),
+    ] = None,
     tenant: Tenant = None,
     dtype: Dtype = Dtype.auto,
     ttft: Duration = None,
@@ -93,6 +133,17 @@ def deploy(
     max_replicas: Annotated[int | None, typer.Option(min=1, help="Runtimes that host it; all unless said.")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together.")] = None,
     tool_parser: Annotated[str | None, typer.Option(help="vLLM's name of the tool call format, as hermes.")] = None,
+    canary: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=100,
+            metavar="PERCENT",
+            help="Change what is deployed, by what else is given: the new revision gets so many requests of a hundred "
+            "until `staccato promote` or `rollback`.",
+        ),
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Say what it would be, and make nothing.")] = False,
     wait: Annotated[bool, typer.Option(help="Until it serves.")] = True,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait.")] = 300,
     url: Url = None,
@@ -111,8 +162,18 @@ def deploy(
         "tool_parser": tool_parser,
     }
     with connect(url, key) as gateway:
-        known = registered(gateway, model) if is_source(model) else model
-        row = gateway.post(route("deployments"), {**body, "model": known})
+        if model is not None:
+            body = {**body, "model": registered(gateway, model) if is_source(model) else model}
+        if canary is not None:
+            row = _give_share(gateway, name, tenant, {**_given(context, body), "canary": {"weight": canary}})
+            print_row(row, DETAILS, json)
+            return
+        if model is None:
+            raise CliError("--model is missing: name a model, or give a folder", USAGE)
+        if plan:
+            _print_plan(gateway.post(route("deployments", verb=":plan"), body), json)
+            return
+        row = gateway.post(route("deployments"), body)
         if wait:
             row = until_serving(gateway, row, timeout)
     for warning in messages(row, "ObjectiveUnmeetable"):
@@ -121,6 +182,59 @@ def deploy(
         print_json(row)
     else:
         _print_endpoint(gateway.url, row)
+
+
+def _print_plan(plan: Row, json: bool) -> None:
+    """Fails when it fits nowhere."""
+    if json:
+        print_json(plan)
+    else:
+        print_row(plan, PLAN, False)
+        runtimes, slows = (rows if isinstance(rows := plan[name], list) else [] for name in ("runtimes", "slows"))
+        print_rows(runtimes, PLANNED, False)
+        if slows:
+            print_rows(slows, SLOWED, False)
+    if not plan["fits"]:
+        raise CliError(f"it fits nowhere: {text(plan['reasons'])}")
+
+
+def _given(context: typer.Context, body: Row) -> Row:
+    """What was said on the command line: what was not is to stay as it is."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    said = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    parts = {"slo": body["slo"], "scaling": _only(body["scaling"], said)}
+    whole = {
+        name: body[name] for name in ("model", "dtype", "max_model_len", "priority", "tool_parser") if name in said
+    }
+    return whole | {name: part for name, part in parts.items() if part}
+
+
+def _only(part: object, names: set[str]) -> Row:
+    return {name: value for name, value in part.items() if name in names} if isinstance(part, Mapping) else {}
+
+
+def _give_share(gateway: Gateway, name: str, tenant: str | None, patch: Row) -> Row:
+    row = find(gateway, name, tenant)
+    return gateway.patch(route("deployments", text(row["id"])), patch)
+
+
+def promote(name: Name, tenant: Tenant = None, url: Url = None, key: Key = None, json: Json = False) -> None:
+    """Give all requests to the newest revision of a deployment."""
+    with connect(url, key) as gateway:
+        _order(gateway, name, tenant, "promote", json)
+
+
+def rollback(
+    name: Name,
+    revision: Annotated[int | None, typer.Option(min=1, help="The one before unless said.")] = None,
+    tenant: Tenant = None,
+    url: Url = None,
+    key: Key = None,
+    json: Json = False,
+) -> None:
+    """Give up the revision that is on its way, or go back to one that had the requests before."""
+    with connect(url, key) as gateway:
+        _order(gateway, name, tenant, "rollback", json, {"revision": revision})
 
 
 def registered(gateway: Gateway, source: str) -> str:
@@ -194,9 +308,18 @@ def list_deployments(tenant: Tenant = None, url: Url = None, key: Key = None, js
 
 
 def show(name: Name, tenant: Tenant = None, url: Url = None, key: Key = None, json: Json = False) -> None:
-    """Show one deployment."""
+    """Show one deployment, or of a request (by its x-request-id) where its time went."""
     with connect(url, key) as gateway:
-        print_row(find(gateway, name, tenant), DETAILS, json)
+        if _is_request(name):
+            print_row(gateway.get(route("requests", name), tenant=tenant), REQUEST, json)
+        else:
+            print_row(find(gateway, name, tenant), DETAILS, json)
+
+
+def _is_request(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return str(UUID(name)) == name
+    return False
 
 
 def remove(name: Name, tenant: Tenant = None, url: Url = None, key: Key = None, json: Json = False) -> None:
@@ -222,9 +345,9 @@ def wake(name: Name, tenant: Tenant = None, url: Url = None, key: Key = None, js
         _order(gateway, name, tenant, "wake", json)
 
 
-def _order(gateway: Gateway, name: str, tenant: str | None, order: str, json: bool) -> None:
+def _order(gateway: Gateway, name: str, tenant: str | None, order: str, json: bool, body: Row | None = None) -> None:
     row = find(gateway, name, tenant)
-    answer = gateway.post(route("deployments", text(row["id"]), verb=f":{order}"))
+    answer = gateway.post(route("deployments", text(row["id"]), verb=f":{order}"), body)
     print_row(answer, DEPLOYMENT, json)
 
 

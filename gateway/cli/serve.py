@@ -73,6 +73,38 @@ def ledger() -> None:
     _become("store.ledger")
 
 
+def nats_users(
+    folder: Annotated[Path, typer.Argument(help="Gets NAME.nk for each user, and users.conf for nats-server.")],
+    runtime: Annotated[list[str] | None, typer.Option(help="STACCATO_RUNTIME_ID of one that there will be.")] = None,
+) -> None:
+    """Make the users of a NATS of your own: each role's process gets its file as STACCATO_NATS_CREDENTIALS."""
+    from gateway import bus_users
+    from store import grants
+
+    users = [grants.GATEWAY, grants.SCHEDULER, grants.LEDGER, *map(grants.runtime, runtime or ["r1"])]
+    block = bus_users.make(folder, users)
+    (folder / "users.conf").write_text(block)
+    note(f"{len(users)} users in {folder}; include {folder / 'users.conf'} in the server's configuration")
+
+
+def migrate(
+    to: Annotated[
+        str, typer.Option(help="An earlier revision, for an earlier version: what it lacks is lost.")
+    ] = "head",
+) -> None:
+    """Bring the database to the shape that this version needs; the version before may go on using it."""
+    from gateway.config import load, redacted
+    from store import db
+
+    url = load().database_url
+    try:
+        db.migrate(url, to)
+        reached = db.revision(url)
+    except db.DatabaseError as error:
+        raise CliError(str(error)) from error
+    note(f"{redacted(url)} is at revision {reached}")
+
+
 def _become(module: str) -> None:
     from gateway.up import module_command
 
@@ -105,11 +137,14 @@ SETTING = {"SETTING": "name", "VALUE": "value"}
 
 
 def version(json: Json = False) -> None:
-    """Print the version."""
+    """Print the version; as JSON also those of the bus and of the database."""
     from importlib.metadata import version
 
     found = version("staccato")
     if json:
-        print_json({"version": found, "python": sys.version.split()[0]})
+        from store import db, wire
+
+        python = sys.version.split()[0]
+        print_json({"version": found, "wire": wire.VERSION, "database": db.head(), "python": python})
     else:
         typer.echo(found)

@@ -9,12 +9,13 @@ is, and `wait` is for who has nothing else to do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from runtime.request import RequestId
+from store.views import PageRun
 from store.wire import Departure, EngineSpec, Finish, KvForm
 
 
@@ -51,6 +52,7 @@ class Engine(Protocol):
 
     weights_pages: int  # all of its weights
     kv_pages_least: int  # with so many, one request of the longest length can be served to its end
+    owners: tuple[int, int]  # of its weights and of its KV cache, in the map of the pool
     kv_form: KvForm  # blocks of an engine with another one are not for this one
 
     def held(self) -> Held:
@@ -140,14 +142,15 @@ class Engine(Protocol):
         """It does not move after all: it goes on here where it stopped, nothing is computed again, and what was staged
         is free. Does nothing for one that is not about to move."""
 
-    def expect(self, request: RequestId, payload: bytes, tokens: int) -> bool:
-        """It will come and have about so many tokens: take blocks for them. It takes no part in steps yet.
+    def expect(self, request: RequestId, payload: bytes, tokens: int, admitted: bool = False) -> bool:
+        """It will come and have about so many tokens: take blocks for them. It takes no part in steps yet. One that is
+        `admitted` may have the last ones; of others some are kept, for the next steps and a check.
 
         False if there are not enough blocks now, or the model is parked: nothing is kept. Raises BadRequest."""
 
-    def receive(self, request: RequestId, first: int, host: list[int]) -> bool:
+    def receive(self, request: RequestId, first: int, host: list[int], admitted: bool = False) -> bool:
         """Begin to copy these blocks of the host's cache, which are not its own, into blocks of the request from index
-        `first` on, the number of those received so far.
+        `first` on, the number of those received so far. `admitted`: as with `expect`.
 
         False if there is no room for them, or if the model was parked since it was expected: it is expected still.
         Raises EngineError if the cache has no such blocks."""
@@ -190,3 +193,6 @@ class Build(Protocol):
 
     def pages_used(self) -> int:
         """Of the pool, by its own count: what all engines hold, when nothing moves."""
+
+    def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
+        """Every page of the pool, by its own count. Arguments: whose weights, and whose KV cache, an owner is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from runtime.engine.vllm import VllmEngine, first_line
 from runtime.engine.worker import Building, building
 from runtime.memory.images import Image, ImageKey, Images, Making
 from runtime.memory.lent import write_out
-from runtime.memory.native import Backend, Device
+from runtime.memory.native import MIXED, Backend, Device, PageState
 from store import artefact
+from store.views import Content, PageRun
 from store.wire import EngineSpec
 
 # An architecture that vLLM never saw is looked at in a process of its own, which takes seconds, lest CUDA begin too
@@ -72,6 +74,16 @@ class Builder:
     def pages_used(self) -> int:
         stats = self.device.stats()
         return stats.pages_mapped + stats.pages_clean
+
+    def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
+        runs: list[PageRun] = []
+        for state, owner, pages in self.device.page_runs():
+            content = _content(state, owner, caches)
+            model = "" if content is Content.FREE else models.get(owner) or caches.get(owner, "")
+            if runs and (runs[-1].content, runs[-1].model) == (content, model):
+                pages += runs.pop().pages
+            runs.append(PageRun(pages, content, model))
+        return runs
 
     def close(self) -> None:
         """After all engines."""
@@ -166,6 +178,20 @@ class _FromImage(BaseModelLoader):
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         pass
+
+
+def _content(state: PageState, owner: int, caches: Mapping[int, str]) -> Content:
+    match state:
+        case PageState.FREE:
+            return Content.FREE
+        case PageState.CLEAN:
+            return Content.CACHE
+        case PageState.LIMBO:
+            return Content.LEAVING
+        case _ if owner == MIXED:
+            return Content.LOADING
+        case _:
+            return Content.KV if owner in caches else Content.WEIGHTS
 
 
 def _check_files(spec: EngineSpec) -> None:

@@ -51,6 +51,11 @@ class MovingScheduler(PooledScheduler):
         self._incoming: dict[str, Incoming] = {}
 
     @property
+    def running_now(self) -> int:
+        """Requests in the batch: each may need a block for its next token."""
+        return len(self.running)
+
+    @property
     def unfinished(self) -> int:
         """Requests that take part in steps, sooner or later: neither left nor expected."""
         left = sum(going.left is not None for going in self._outgoing.values())
@@ -153,7 +158,7 @@ class MovingScheduler(PooledScheduler):
     # ── target ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def expect(self, request: Request, tokens: int, leave: int) -> bool:
-        """Blocks for so many tokens, if there are `leave` more and nobody would be preempted for them at once."""
+        """Blocks for so many tokens, if there are `leave` more."""
         blocks = -(-tokens // self.block_size)
         if not self._room(blocks, leave) or not self.kv_cache_manager.allocate_slots(
             request, 0, num_external_computed_tokens=tokens, delay_cache_blocks=True
@@ -215,7 +220,7 @@ class MovingScheduler(PooledScheduler):
             self.finish_requests(id, RequestStatus.FINISHED_ABORTED)
 
     def _room(self, blocks: int, leave: int) -> bool:
-        return blocks + max(leave, len(self.running)) <= self.blocks.get_num_free_blocks()
+        return blocks + leave <= self.blocks.get_num_free_blocks()
 
     def _enlarge(self, request: Request, blocks: int, leave: int) -> bool:
         (device,) = self.kv_cache_manager.get_block_ids(request.request_id)

@@ -7,7 +7,7 @@ from typing import Any
 
 # Before vLLM is imported anywhere: it reads its environment once.
 os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # its error logs carry tracebacks, and those carry requests
+os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"  # whatever is set: its other logs carry requests
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # where set, it overrules the kv_cache_memory_bytes of each engine
 
 import vllm

@@ -62,6 +62,7 @@ class VllmEngine:
         self.weights_pages = self.weights.pages
         longest = -(-core.vllm_config.model_config.max_model_len // self._scheduler.block_size)
         self.kv_pages_least = kv.pages_for(1 + longest)
+        self.owners = home.reservation.owner, kv.reservation.owner
         self.kv_form = KvForm(self._scheduler.block_size, kv.block_bytes, _layout(core))
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -134,19 +135,23 @@ class VllmEngine:
     def stay(self, request: RequestId) -> None:
         self._scheduler.stay(request)
 
-    def expect(self, request: RequestId, payload: bytes, tokens: int) -> bool:
+    def expect(self, request: RequestId, payload: bytes, tokens: int, admitted: bool = False) -> bool:
         try:
             asked = self._read(request, payload, begun=True)
         except Exception as error:
             raise BadRequest(first_line(error)) from error
         tokens = max(1, min(tokens, self._scheduler.max_model_len))
-        return not self._parked and self._scheduler.expect(asked, tokens, self._golden_blocks)
+        return not self._parked and self._scheduler.expect(asked, tokens, self._kept(admitted))
 
-    def receive(self, request: RequestId, first: int, host: list[int]) -> bool:
+    def receive(self, request: RequestId, first: int, host: list[int], admitted: bool = False) -> bool:
         try:
-            return self._scheduler.receive(request, first, host, self._golden_blocks)
+            return self._scheduler.receive(request, first, host, self._kept(admitted))
         except PoolError as error:
             raise EngineError(f"request {request} can't be received: {error}") from error
+
+    def _kept(self, admitted: bool) -> int:
+        """Blocks that one that may come leaves free."""
+        return 0 if admitted else max(self._golden_blocks, self._scheduler.running_now)
 
     def received(self, request: RequestId) -> bool:
         return self._scheduler.received(request)

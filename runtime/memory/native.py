@@ -12,6 +12,7 @@ from ctypes import POINTER, byref, c_double, c_int, c_int32, c_uint32, c_uint64,
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 LIBRARY = Path(__file__).parents[2] / "csrc/build/libstaccato_memory.so"
@@ -156,10 +157,15 @@ class Device:
 
     def pages(self) -> list[Page]:
         """The page map."""
+        return [Page(state, owner) for state, owner, count in self.page_runs() for _ in range(count)]
+
+    def page_runs(self) -> list[tuple[PageState, int, int]]:
+        """The page map: state, owner and number of neighbours that are alike."""
         count = self.stats().pages_total
-        pages = (_Page * count)()
+        pages = (c_uint64 * count)()  # of two words each: state, owner
         _check(_library().stc_device_pages(self._handle, pages, count))
-        return [Page(PageState(page.state), page.owner) for page in pages]
+        runs = [(page, len(list(alike))) for page, alike in groupby(pages)]
+        return [(PageState(page & 0xFFFFFFFF), page >> 32, alike) for page, alike in runs]
 
     def settle(self, timeout_s: float) -> None:
         """Wait until no page is in limbo."""
@@ -417,10 +423,6 @@ class _Config(ctypes.Structure):
 
 class _Stats(ctypes.Structure):
     _fields_ = [(name, c_double if name.endswith("_s") else c_uint64) for name in Stats.__dataclass_fields__]
-
-
-class _Page(ctypes.Structure):
-    _fields_ = [("state", c_uint32), ("owner", c_uint32)]
 
 
 class _Place(ctypes.Structure):

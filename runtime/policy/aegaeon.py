@@ -22,6 +22,8 @@ GROUP_PER_TTFT = 0.5  # the time that others may take in the queue
 class Aegaeon:
     """With `quota_s_most` its quotas are the paper's (4 s as published), else those that need no tuning."""
 
+    shares = False
+
     def __init__(self, quota_s_most: float | None = None) -> None:
         self.queue = Queue()
         self._quota_s_most = quota_s_most

@@ -22,6 +22,8 @@ class RequestLevel:
     `patience_s`. With infinite patience a model keeps the device for as long as it is asked for: then each model needs
     a device of its own."""
 
+    shares = False
+
     def __init__(self, patience_s: float = STARVED_S) -> None:
         self._patience_s = patience_s
         self._holder: ModelKey | None = None
@@ -58,6 +60,8 @@ class Resident:
     other steps, up to PROMPTS_MOST in a row, one at a time and first come first served.
 
     Who has work is parked only for a model with a request that got no token for STARVED_PER_TTFT times its TTFT."""
+
+    shares = False
 
     def __init__(self) -> None:
         self.prompts = 0  # given to engines so far

@@ -7,6 +7,11 @@ pages that nobody needs soon while the present one steps. And a burst, once begu
 or somebody else is about to be late.
 
 Nothing is known here of what is still to come, neither arrivals nor lengths: only deadlines, tokens made, and costs.
+
+Requests of tenants that are over their share (`runtime/shares.py`) take what time the others leave. Until somebody is
+over, nothing is different. Where one of the others is near to being late it goes first, however late those are. Their
+prompts begin only while there is time for them, and they get pages at the expense of others only if these can be back
+in time.
 """
 
 from __future__ import annotations
@@ -25,14 +30,25 @@ BURST_S = 0.25  # a burst is not broken off sooner, but for one that is nearer t
 PER_TTFT = 0.15  # neither of these two is longer than this part of the TTFT of who waits
 STEPS_LEAST, STEPS_MOST = 8, 32  # between two questions, when nothing changes
 SHARE_S_LEAST = 0.05  # of a burst beside others, however near they are
+NEAR_S = 1.0  # who is nearer to being late than this goes before tenants that are over their share
+TURN_S = 1.0  # of theirs, at least, if somebody else is parked for it
+PROMPTS_S = 0.3  # of theirs, at once: the others have so much time, and the next of these does not wait for longer
 YIELD_S, YIELD_PER_TTFT = 4.0, 0.4  # who is parked for another has so much more slack, or time for both to move
 
 _urgency = attrgetter("urgency")
+_NEVER = float("inf")
 _RESIDENT = Phase.RESIDENT  # looked up for every model
 
 
 class Slack:
     """`working` models by when their next token is due; one that must be loaded has to begin sooner."""
+
+    shares = True
+
+    def __init__(self) -> None:
+        self._spare_s = _NEVER  # that there is for prompts of those over their share
+        self._calm_s = _NEVER  # until others have to go before them
+        self._park_s = 0.0  # that it takes at most to get who is on the device out of it
 
     def arrived(self, request: Request, now: float) -> None:
         pass
@@ -43,6 +59,9 @@ class Slack:
             due_at = model.next_due(now)
             model.urgency = due_at if model.phase is _RESIDENT else due_at - model.load_s
         order.sort(key=_urgency)
+        self._spare_s = self._calm_s = _NEVER
+        if order and order[0].shares.over:
+            return self._with_shares(order, now)
         return order
 
     def next(self, order: Sequence[Model], turn: Turn | None, now: float) -> tuple[Model, int] | None:
@@ -54,7 +73,7 @@ class Slack:
             for model in ready:
                 if model.key == turn.holder and self._goes_on(model, pick, turn, now):
                     pick = model
-        if pick.waiting or pick.prompts:
+        if pick.prompts or (pick.waiting and self._admits(pick)):
             return pick, 1
         return pick, self._steps(pick, ready, now)
 
@@ -66,13 +85,14 @@ class Slack:
         return goes_on or begins
 
     def _steps(self, pick: Model, ready: list[Model], now: float) -> int:
-        if len(ready) == 1:
-            return STEPS_MOST
-        other = ready[0] if ready[0] is not pick else ready[1]
-        if other.urgency == _NEVER:
+        share_s = self._calm_s
+        if len(ready) > 1:
+            other = ready[0] if ready[0] is not pick else ready[1]
+            share_s = min(share_s, other.urgency - now - _guard_s(other))
+        if share_s == _NEVER:
             return STEPS_MOST
         step_s = pick.costs.step(len(pick.running), pick.context)
-        share_s = max(SHARE_S_LEAST, other.urgency - now - _guard_s(other))
+        share_s = max(SHARE_S_LEAST, share_s)
         return max(STEPS_LEAST, int(min(STEPS_MOST, share_s / step_s)))
 
     def admit(self, model: Model, now: float) -> Sequence[Request]:
@@ -80,16 +100,77 @@ class Slack:
         waiting = list(model.waiting.values())
         if len(waiting) > 1:
             waiting.sort(key=lambda request: _standing(request, now))
+        if model.shares.over:
+            return self._admit_by_shares(model, waiting)
         return waiting
 
     def yields(self, model: Model, needy: Model, turn: Turn | None, now: float) -> bool:
         if not model.can_step:  # who is stuck can't use its pages
             return True
         slack_s, needy_s = model.next_due(now) - now, needy.next_due(now) - now
+        if model.shares.over:
+            within_s, needy_within_s = model.next_due_within(now) - now, needy.next_due_within(now) - now
+            if needy_within_s < self._near_s(needy):
+                slack_s, needy_s = within_s, needy_within_s
+            elif within_s < _NEVER:
+                return within_s >= _move_s(needy) + TURN_S + _copy_s(needy) + self._back_s(model)
         gain_s = slack_s - needy_s
         if needy_s < needy.load_s:  # it will be late whoever gives way
             return gain_s >= YIELD_S
         return gain_s >= max(model.load_s + needy.load_s, min(YIELD_S, YIELD_PER_TTFT * needy.ttft_s))
+
+    # ── tenants over their share ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _with_shares(self, order: list[Model], now: float) -> list[Model]:
+        """Where others are near to being late, they come first."""
+        first, others = [], []
+        shares = order[0].shares
+        shares.room_pages = shares.part_over() * order[0].pool_pages
+        self._park_s = max([_copy_s(model) for model in order if model.phase is _RESIDENT], default=0.0)
+        for model in order:
+            shares.room_pages = max(0.0, shares.room_pages - _pages_over(model))
+            within_s = model.next_due_within(now) - now
+            way_s = 0.0 if model.phase is _RESIDENT else model.load_s
+            self._spare_s = min(self._spare_s, within_s - way_s - _guard_s(model))
+            calm_s = within_s - self._near_s(model)
+            if calm_s < 0:
+                model.urgency = now + within_s - way_s
+                first.append(model)
+            else:
+                model.urgency = max(model.urgency, now + min(NEAR_S, PER_TTFT * model.ttft_s))
+                others.append(model)
+                self._calm_s = min(self._calm_s, calm_s)
+        first.sort(key=_urgency)
+        return first + others
+
+    def _near_s(self, model: Model) -> float:
+        return NEAR_S if model.can_step else self._back_s(model)
+
+    def _back_s(self, model: Model) -> float:
+        """So long before it is late it has to be on its way, in case another one comes in first."""
+        return NEAR_S + 2 * _move_s(model) + self._park_s
+
+    def _admits(self, model: Model) -> bool:
+        """Whether any of those who wait for it may begin."""
+        over = model.shares.over
+        if not over or not model.running or self._spare_s >= PROMPTS_S:
+            return True
+        return any([request.tenant not in over for request in model.waiting.values()])
+
+    def _admit_by_shares(self, model: Model, waiting: list[Request]) -> list[Request]:
+        """The others; if there are none, and time, as many of those over their share as it and their room allow."""
+        within = [request for request in waiting if request.tenant not in model.shares.over]
+        if within or model.prompts or not self._admits(model):
+            return within
+        admitted: list[Request] = []
+        spare_s, room = PROMPTS_S, model.room_over()
+        for request in waiting:
+            spare_s -= model.costs.prefill(request.to_compute)
+            room -= request.context + 1
+            if (admitted and spare_s < 0) or (room < 0 and (admitted or model.running)):
+                break
+            admitted.append(request)
+        return admitted
 
 
 def _guard_s(model: Model) -> float:
@@ -104,4 +185,17 @@ def _standing(request: Request, now: float) -> tuple[int, float]:
     return (0 if progress.last_at + STARVED_S < now else 2), progress.due_at
 
 
-_NEVER = float("inf")
+def _copy_s(model: Model) -> float:
+    """Its requests' keys and values, to the host or back."""
+    return model.costs.copy(model.context * model.spec.kv_bytes_per_token)
+
+
+def _move_s(model: Model) -> float:
+    """Its way to the device."""
+    return model.load_s + _copy_s(model)
+
+
+def _pages_over(model: Model) -> int:
+    """That the requests in it of those over their share have, here or parked."""
+    over = model.shares.over
+    return model.kv_pages(sum([request.context for request in model.running.values() if request.tenant in over]))

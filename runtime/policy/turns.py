@@ -28,6 +28,8 @@ class Turn:
 class Turns(Protocol):
     """A turn policy. `working` and `order` are the models that somebody waits for, or for whose tokens."""
 
+    shares: bool  # whether it looks at who is over their share; for the others nobody is
+
     def arrived(self, request: Request, now: float) -> None:
         """A request came for a model of this device. Those that end or go are just not there any more."""
 
@@ -53,6 +55,8 @@ class Turns(Protocol):
 
 class RoundRobin:
     """Each model with work steps `quota` times, then the one that waited longest."""
+
+    shares = False
 
     def __init__(self, quota: int = 8) -> None:
         self.quota = quota

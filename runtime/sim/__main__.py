@@ -25,7 +25,7 @@ from runtime.sim.plan import Question, as_it_is, plan, read_sizes
 from runtime.sim.replay import replay
 from runtime.sim.report import Span, attainment_svg, chrome_trace, timeline_svg
 from runtime.sim.trace import read_lengths, read_trace, read_windows
-from runtime.sim.workload import LENGTHS, Workload, base, replicated, servegen
+from runtime.sim.workload import LENGTHS, Workload, base, divided, flooded, replicated, servegen
 from runtime.sim.world import Result
 
 PROFILES = Path(__file__).parents[2] / "deploy" / "profiles"
@@ -67,6 +67,9 @@ def _sim_options(parser: argparse.ArgumentParser) -> None:
     option("--lengths", choices=LENGTHS, help="tokens of prompts and outputs, of base [sharegpt]")
     option("--cv", type=_positive, help="of gaps between requests, of base [1]")
     option("--zipf", type=float, help="exponent of the models' popularity, of base [0: all equal]")
+    option("--tenants", type=_weights, metavar="W,W…", help="their weights: they have the models in turns [one tenant]")
+    option("--same-models", action="store_true", help="they have all models together")
+    option("--flood", type=_count, default=1, metavar="TIMES", help="the first tenant asks so many times as often")
     option("--models-per-gpu", type=_positive, default=11.0, metavar="N", help="[%(default)g]")
     option("--gpus", type=_count, default=8, help="[%(default)s]")
     option("--gpu", type=_profile, default="h100", metavar="NAME|FILE", help="a profile [%(default)s]")
@@ -87,15 +90,18 @@ def _sim_options(parser: argparse.ArgumentParser) -> None:
 
 def _sim(chosen: argparse.Namespace) -> None:
     objective = Objective(chosen.ttft, chosen.tbt)
+    if (chosen.same_models or chosen.flood > 1) and not chosen.tenants:
+        raise ValueError("--same-models and --flood are about several tenants: say --tenants 1,1")
     scenario = Scenario(_workload(chosen), chosen.gpu, chosen.policy, chosen.gpus, objective)
     tuning: Tuning = tuple(chosen.set)
     check(chosen.policy, **dict(tuning))
+    changed = _changes(chosen) != Changes(seed=chosen.seed)
     if chosen.capacity is None:
         _sim_once(chosen, scenario, tuning)
-    elif chosen.check or chosen.chrome_trace or tuning or _changes(chosen) != Changes(seed=chosen.seed):
+    elif chosen.tenants or chosen.check or chosen.chrome_trace or tuning or changed:
         raise ValueError(
-            "--capacity makes many runs of one policy and tunes it itself: leave out --check, --chrome-trace, --set, "
-            "--dispatch, --migrate, --scale and --faults"
+            "--capacity makes many runs of one policy and tunes it itself: leave out --tenants, --check, "
+            "--chrome-trace, --set, --dispatch, --migrate, --scale and --faults"
         )
     else:
         _sim_capacity(chosen, scenario)
@@ -115,6 +121,9 @@ def _fleet_options(parser: argparse.ArgumentParser) -> None:
 def _sim_once(chosen: argparse.Namespace, scenario: Scenario, tuning: Tuning) -> None:
     models = max(1, round(chosen.models_per_gpu * chosen.gpus))
     workload = scenario.workload(models, chosen.seed)
+    if chosen.tenants:
+        workload = divided(workload, chosen.tenants, chosen.seed, chosen.same_models)
+        workload = flooded(workload, chosen.flood, chosen.seed)
     spans: list[Span] | None = [] if chosen.chrome_trace or chosen.picture else None
     settings: dict[str, Any] = dict(tuning)
     began = time.perf_counter()
@@ -135,6 +144,7 @@ def _sim_once(chosen: argparse.Namespace, scenario: Scenario, tuning: Tuning) ->
     if chosen.picture:
         chosen.picture.write_text(timeline_svg(spans or ()))
     told = msgspec.to_builtins(result) | {"models": models, "events_per_s": round(result.events / took_s)}
+    told["tenants"] = [{"tenant": name} | msgspec.to_builtins(kept) for name, kept in result.tenants.items()]
     if chosen.dispatch:
         told["dispatch"] = chosen.dispatch
     _tell(_asked(chosen) | told, chosen.json)
@@ -355,6 +365,10 @@ def _range(text: str) -> tuple[int, int]:
     if not colon or _count(least) > _count(most):
         raise argparse.ArgumentTypeError(f"{text!r} is no range: write it as 2:16")
     return _count(least), _count(most)
+
+
+def _weights(text: str) -> list[float]:
+    return [_positive(weight) for weight in text.split(",")]
 
 
 def _setting(text: str) -> tuple[str, float]:

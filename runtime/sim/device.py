@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
+from runtime.account import Account
 from runtime.events import (
     Abort,
     Add,
@@ -64,7 +65,8 @@ class Device:
         profile = world.profile
         self.world, self.number = world, number
         pages = Pages(profile.memory_bytes // profile.page_bytes, profile.page_bytes)
-        self.instance = Instance(turns, pages, lambda spec: world.costs[ModelKey(spec.key)])
+        account = Account.open(world.now) if len(world.workload.tenants) > 1 else None
+        self.instance = Instance(turns, pages, lambda spec: world.costs[ModelKey(spec.key)], account)
         self.engines: dict[ModelKey, Engine] = {}
         self._batched_tokens = profile.batched_tokens
         self.busy_s = self.switching_s = self.loading_s = 0.0

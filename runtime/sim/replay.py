@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from runtime.account import Account
 from runtime.costs import ModelCosts
 from runtime.instance import Instance
 from runtime.journal import Answered, Asked, Began, Costed, Heard, Record, encoded, event_of, read
@@ -93,7 +94,8 @@ class _Machine:
             raise ValueError(f"the journal is of turn policy {began.policy!r}, and there are {', '.join(policies)}")
         self.costs: dict[ModelKey, ModelCosts] = {}
         pages = Pages(began.pages_total, began.page_bytes)
-        self._instance = Instance(policies[began.policy](), pages, self._costs)
+        # When it began only says how long the device was idle before it heard anything.
+        self._instance = Instance(policies[began.policy](), pages, self._costs, Account.open(0.0))
 
     def _costs(self, spec: EngineSpec) -> ModelCosts:
         if spec.key not in self.costs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -15,9 +15,14 @@ from runtime.costs import ModelSize
 from runtime.sim.trace import ClientLengths, ClientWindows, Floats, Ints, Trace
 
 
+class Tenant(NamedTuple):
+    name: str = ""
+    weight: float = 1.0
+
+
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """Requests in the order in which they come; `model` is an index into `models`."""
+    """Requests in the order in which they come; `model` is an index into `models`, `tenant` into `tenants`."""
 
     models: list[ModelSize]
     rates: list[float]  # of the models, requests per second
@@ -26,9 +31,12 @@ class Workload:
     model: Ints
     prompt_tokens: Ints
     output_tokens: Ints
+    tenants: Sequence[Tenant] = (Tenant(),)
+    tenant: Ints | None = None  # None: all are the first one's
 
     def __post_init__(self) -> None:
-        columns = (self.at_s, self.model, self.prompt_tokens, self.output_tokens)
+        tenant = self.model if self.tenant is None else self.tenant
+        columns = (self.at_s, self.model, self.prompt_tokens, self.output_tokens, tenant)
         assert len({len(column) for column in columns}) == 1, [len(column) for column in columns]
         assert len(self.models) == len(self.rates), (len(self.models), len(self.rates))
         assert not len(self.at_s) or 0 <= self.at_s[0] and self.at_s[-1] < self.duration_s, self.duration_s
@@ -143,6 +151,7 @@ def servegen(
 
 
 _CV_MOST = 100
+_PROMPT_MOST = 30_000  # tokens
 _WINDOWS_LEAST = 50  # of a client: others were there too shortly to say how they behave
 
 
@@ -152,6 +161,43 @@ def _check(models: int, **positive: float) -> None:
     for name, value in positive.items():
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name} is {value:g}: it must be finite and more than 0")
+
+
+# ── tenants ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def divided(workload: Workload, weights: Sequence[float], seed: int, same_models: bool = False) -> Workload:
+    """Among tenants "t0", "t1" and so on, by their weights: the models, or by chance the requests of all models."""
+    share = np.array(weights) / sum(weights)
+    if same_models:
+        tenant = np.random.default_rng(seed).choice(len(share), len(workload.at_s), p=share).astype(np.int32)
+    else:
+        owners: list[int] = []
+        for count in range(1, len(workload.models) + 1):  # who lags furthest behind gets the next one
+            owners.append(int(np.argmax(count * share - np.bincount(owners, minlength=len(share)))))
+        tenant = np.array(owners, np.int32)[workload.model]
+    names = [Tenant(f"t{index}", weight) for index, weight in enumerate(weights)]
+    return replace(workload, tenants=names, tenant=tenant)
+
+
+def flooded(workload: Workload, times: int, seed: int, prompts: float = 1.0) -> Workload:
+    """The first tenant asks `times` as often: beside its requests come others at any time, of lengths that these have,
+    but with prompts that are `prompts` times as long."""
+    rng = np.random.default_rng(seed)
+    own = np.arange(len(workload.at_s)) if workload.tenant is None else np.flatnonzero(workload.tenant == 0)
+    more = np.repeat(own, times - 1)
+    rows, lengths = np.concatenate([np.arange(len(workload.at_s)), more]), rng.permutation(more)
+    at_s = np.concatenate([workload.at_s, rng.random(len(more)) * workload.duration_s])
+    longer = _whole(workload.prompt_tokens[lengths] * prompts, 4, _PROMPT_MOST)
+    order = np.argsort(at_s, kind="stable")
+    return replace(
+        workload,
+        at_s=at_s[order],
+        model=workload.model[rows][order],
+        prompt_tokens=np.concatenate([workload.prompt_tokens, longer])[order],
+        output_tokens=np.concatenate([workload.output_tokens, workload.output_tokens[lengths]])[order],
+        tenant=None if workload.tenant is None else workload.tenant[rows][order],
+    )
 
 
 # ── lengths ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -18,10 +18,18 @@ from runtime.sim.device import Device
 from runtime.sim.faults import RESTART_S, SILENT_S, Fault
 from runtime.sim.moves import Moves
 from runtime.sim.report import Span
-from runtime.sim.workload import Workload
+from runtime.sim.workload import Tenant, Workload
 from store.wire import EngineSpec
 
 JOIN_S = 20.0  # from when a device is asked for until it is there
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """How requests kept their objective."""
+
+    token_attainment: float
+    first_token_attainment: float
+    requests: int
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -42,6 +50,7 @@ class Result(msgspec.Struct, frozen=True):
     moves: int = 0  # of requests, to another device
     moves_given_up: int = 0
     resumed: int = 0  # times a request went on elsewhere after its device was gone
+    tenants: dict[str, Kept] = {}  # by name, where there are several
 
 
 class World:
@@ -90,30 +99,32 @@ class World:
         """All requests, and so long after the last came."""
         times = self.workload.at_s.tolist()
         columns = (self.workload.model, self.workload.prompt_tokens, self.workload.output_tokens)
-        rows = zip(times, *(column.tolist() for column in columns), strict=True)
+        tenants = [0] * len(times) if self.workload.tenant is None else self.workload.tenant.tolist()
+        rows = zip(times, *(column.tolist() for column in columns), tenants, strict=True)
         names = [ModelKey(size.name) for size in self.workload.models]
         heap, pop, end = self._heap, heapq.heappop, (times[-1] if times else 0.0) + drain_s
         for fault in self._faults:
             self.at(fault.at_s, self._fail, fault)
         if self._rules is not None:
             self.at(0.0, self._tick, self._rules.interval_s)
-        for stream, (at, model, prompt, output) in enumerate(rows):
+        for stream, (at, model, prompt, output, tenant) in enumerate(rows):
             while heap and heap[0][0] <= at:
                 self.now, _, act, what = pop(heap)
                 self.events += 1
                 act(what)
             self.now = at
             self.events += 1
-            self._arrive(stream, names[model], prompt, output)
+            self._arrive(stream, names[model], prompt, output, self.workload.tenants[tenant])
         while heap and heap[0][0] <= end:
             self.now, _, act, what = pop(heap)
             self.events += 1
             act(what)
         self.now = end
 
-    def _arrive(self, stream: int, model: ModelKey, prompt: int, output: int) -> None:
+    def _arrive(self, stream: int, model: ModelKey, prompt: int, output: int, tenant: Tenant) -> None:
+        id, objective = request_id("", stream), self.objective
         request = Request(
-            request_id("", stream), "", stream, model, b"", self.now, prompt, output, self.objective, model
+            id, "", stream, model, b"", self.now, prompt, output, objective, model, tenant.name, tenant.weight
         )
         self.requests.append(request)
         self.open.add(request.id)
@@ -223,16 +234,13 @@ class World:
 
     def result(self, warm_s: float) -> Result:
         counted = [request for request in self.requests if request.arrived_at >= warm_s]
-        owed = sum(request.max_tokens for request in counted)
-        kept = sum(request.progress.sent - request.progress.late for request in counted)
-        on_time = [request.sent > 0 and not request.progress.first_late for request in counted]
+        kept = _kept(counted)
         ttfts = sorted(request.progress.first_at - request.arrived_at for request in counted)
-        token, first = kept / max(1, owed), sum(on_time) / max(1, len(counted))
         devices, count = [*self.devices, *self._gone], len(self.devices)
         return Result(
-            token_attainment=token,
-            first_token_attainment=first,
-            min=min(token, first),
+            token_attainment=kept.token_attainment,
+            first_token_attainment=kept.first_token_attainment,
+            min=min(kept.token_attainment, kept.first_token_attainment),
             ttft_p50_s=_quantile(ttfts, 0.5),
             ttft_p99_s=_quantile(ttfts, 0.99),
             requests=len(counted),
@@ -245,7 +253,21 @@ class World:
             moves=self.moves.done,
             moves_given_up=self.moves.given_up,
             resumed=self.resumed,
+            tenants=self._kept_by_tenant(counted),
         )
+
+    def _kept_by_tenant(self, counted: list[Request]) -> dict[str, Kept]:
+        if len(self.workload.tenants) == 1:
+            return {}
+        names = [tenant.name for tenant in self.workload.tenants]
+        return {name: _kept([request for request in counted if request.tenant == name]) for name in names}
+
+
+def _kept(requests: list[Request]) -> Kept:
+    owed = sum(request.max_tokens for request in requests)
+    kept = sum(request.progress.sent - request.progress.late for request in requests)
+    on_time = [request.sent > 0 and not request.progress.first_late for request in requests]
+    return Kept(kept / max(1, owed), sum(on_time) / max(1, len(requests)), len(requests))
 
 
 def _spec(name: str, costs: ModelCosts) -> EngineSpec:

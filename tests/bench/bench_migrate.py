@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from deploy.demo.random_weights import write_random  # noqa: E402
-from store import wire  # noqa: E402
+from store import grants, wire  # noqa: E402
 from store.bus import Bus  # noqa: E402
 from tests.bench.timing import load, milliseconds, spread  # noqa: E402
 from tests.conftest import free_port  # noqa: E402
@@ -135,7 +135,8 @@ async def main() -> None:
             platform.model("m", write_random(Path(name) / "m", "llama", **SHAPE))
             platform.deploy("acme", "m")
             port = (platform.data / "nats.port").read_text().strip()
-            async with Bus.connect(f"nats://127.0.0.1:{port}", "bench") as bus:
+            seed = platform.data / "nats-users" / "scheduler.nk"
+            async with Bus.connect(f"nats://127.0.0.1:{port}", "bench", grants.SCHEDULER, seed) as bus:
                 for context in CONTEXTS:
                     print(json.dumps(await measure(platform, bus, context)), flush=True)
         finally:

@@ -23,7 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -287,6 +288,7 @@ class Node:
     state: pipe.State = pipe.State()
     failures: list[str] = field(default_factory=list)
     streams: int = 0
+    asked: list[Asked] = field(default_factory=list)  # in the last run
     counted: dict[str, float] = field(default_factory=lambda: msgspec.to_builtins(Counted()))  # when the last run ended
 
     async def listen(self) -> None:
@@ -322,7 +324,7 @@ class Node:
         await self.prove()
         before = self.state
         began = time.monotonic()
-        all_asked = await self.ask(work, objective)
+        all_asked = self.asked = await self.ask(work, objective)
         took_s = time.monotonic() - began
         if self.open:
             self.end.send(pipe.Stop("bench", list(self.open)))
@@ -366,13 +368,15 @@ class Node:
         """The whole trace, and what comes of it within DRAIN_S."""
         from runtime.engine import probe
 
-        rows = zip(work.at_s, work.model, work.prompt_tokens, work.output_tokens, strict=True)
+        of_tenant = [0] * len(work.at_s) if work.tenant is None else work.tenant
+        rows = zip(work.at_s, work.model, work.prompt_tokens, work.output_tokens, of_tenant, strict=True)
         runs = []
-        for at_s, model, prompt, output in rows:
+        for at_s, model, prompt, output, tenant in rows:
             self.streams += 1
             payload = probe.request([(7919 * n) % 256 + 2 for n in range(int(prompt))], int(output), str(self.streams))
             run = _run(self.streams, self.specs[int(model)].key, int(prompt), int(output), payload, objective)
-            runs.append((float(at_s), run))
+            name, weight = work.tenants[int(tenant)]
+            runs.append((float(at_s), msgspec.structs.replace(run, tenant=name, weight=weight)))
         began, all_asked = time.monotonic(), []
         for at_s, run in runs:
             await asyncio.sleep(began + at_s - time.monotonic())
@@ -410,7 +414,9 @@ def _fetches(state: pipe.State) -> int:
 # ── the bench ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def bench(policies: Sequence[str], duration_s: float) -> dict[str, Answer]:
+@asynccontextmanager
+async def runtime() -> AsyncIterator[tuple[Node, Profile]]:
+    """A process with the engines, and what they cost."""
     ours, theirs = pipe.pair()
     with tempfile.TemporaryDirectory(prefix="staccato-bench-") as scratch:
         child = await asyncio.create_subprocess_exec(
@@ -427,17 +433,26 @@ async def bench(policies: Sequence[str], duration_s: float) -> dict[str, Answer]
         profile = load_profile(json.dumps(first["profile"]), "the bench's profile")
         listening = asyncio.create_task(node.listen())
         try:
-            return await all_policies(node, profile, policies, duration_s)
+            yield node, profile
         finally:
             listening.cancel()
             child.kill()
             await child.wait()
 
 
+def objective_of(sizes: Sequence[ModelSize], profile: Profile) -> Objective:
+    step_s = max(profile.costs(size).step(1, CONTEXT_TYPICAL) for size in sizes)
+    return Objective(TTFT_STEPS * step_s, TBT_STEPS * step_s, PATIENCE_STEPS * step_s)
+
+
+async def bench(policies: Sequence[str], duration_s: float) -> dict[str, Answer]:
+    async with runtime() as (node, profile):
+        return await all_policies(node, profile, policies, duration_s)
+
+
 async def all_policies(node: Node, profile: Profile, policies: Sequence[str], duration_s: float) -> dict[str, Answer]:
     sizes = [model_size(spec) for spec in node.specs]
-    step_s = max(profile.costs(size).step(1, CONTEXT_TYPICAL) for size in sizes)
-    objective = Objective(TTFT_STEPS * step_s, TBT_STEPS * step_s, PATIENCE_STEPS * step_s)
+    objective = objective_of(sizes, profile)
     work = at_capacity(sizes, profile, objective, duration_s)
     show({"trace": {"models": MODELS, "requests": len(work.at_s), "s": duration_s, "cv": CV, "seed": SEED}})
     costs = {size.name: msgspec.to_builtins(profile.costs(size)) for size in sizes[: len(SHAPES)]}

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from deploy.demo.random_weights import write_random
-from store import wire
+from store import grants, wire
 from store.bus import Bus, NoAnswer
 from tests.conftest import free_port
 from tests.e2e.conftest import Platform
@@ -39,8 +39,15 @@ class Fleet:
 
     @classmethod
     @contextlib.contextmanager
-    def running(cls, folder: Path, models: int, *arguments: str, runtimes: int = RUNTIMES) -> Iterator[Fleet]:
-        settings = {"STACCATO_DRAIN_S": "1", "STACCATO_HANG_S": "4"}
+    def running(
+        cls,
+        folder: Path,
+        models: int,
+        *arguments: str,
+        runtimes: int = RUNTIMES,
+        settings: dict[str, str] | None = None,
+    ) -> Iterator[Fleet]:
+        settings = {"STACCATO_DRAIN_S": "1", "STACCATO_HANG_S": "4", **(settings or {})}
         # All runtimes may be on their way back at once, and a loaded machine takes a minute to start one.
         settings |= {"STACCATO_HOLD_DEADLINE_S": f"{SILENCE_MOST_S}", "STACCATO_RESUME_DEADLINE_S": f"{SILENCE_MOST_S}"}
         fleet = cls(Platform(folder / "data", free_port(), settings))
@@ -110,7 +117,8 @@ class Fleet:
     async def _keep_moving(self, chance: random.Random, moves: Counter[str]) -> None:
         last = await self.moved()
         url = f"nats://127.0.0.1:{(self.platform.data / 'nats.port').read_text().strip()}"
-        async with Bus.connect(url, "test") as bus:
+        seed = self.platform.data / "nats-users" / "scheduler.nk"
+        async with Bus.connect(url, "test", grants.SCHEDULER, seed) as bus:
             while True:
                 source, target = chance.sample([f"r{number}" for number in range(1, RUNTIMES + 1)], 2)
                 order = wire.Migrate(target=target, count=chance.randint(1, 3), term=1 << 62)  # before any scheduler's

@@ -47,6 +47,8 @@ async def test_who_used_the_device_is_charged_for_what_it_used(platform: Platfor
         return device == ledger and device[0] > 0
 
     await asyncio.to_thread(platform.until, charged, BOOKED_S)
+    rows = platform.get("/api/v1/usage?group_by=deployment", key=platform.keys["acme"]).json()["data"]
+    assert all(row["kv_gb_s"] > 0 for row in rows)
     time = device_time(platform)
     paid = sum(kinds["gpu_us"] + kinds["switch_us"] for kinds in time["used"].values())
     assert time["wall_us"] == time["idle_us"] + time["platform_us"] + time["open_us"] + paid

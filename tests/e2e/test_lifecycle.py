@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,36 @@ def test_a_bad_revision_never_takes_the_traffic_of_a_good_one(platform: Platform
     assert answer(platform, platform.keys["globex"]) == LESSON.answer
     assert platform.get(tune).json()["status"]["active_revision"] == 1
     assert platform.request("POST", tune + ":rollback").status_code < 300
+
+
+def test_a_canary_gets_its_share_of_the_requests_until_it_is_promoted(platform: Platform, tune: str) -> None:
+    key, served = platform.keys["globex"], Counter[int]()
+
+    def ask(times: int) -> set[int]:
+        """Which revisions answered."""
+        asked = [platform.request("POST", "/v1/chat/completions", CHAT, key) for _ in range(times)]
+        assert all(one.json()["choices"][0]["message"]["content"] == LESSON.answer for one in asked)
+        revisions = [int(one.headers["x-staccato-revision"]) for one in asked]
+        served.update(revisions)
+        return set(revisions)
+
+    assert ask(2) == {1}
+    changed = platform.request("PATCH", tune, {"slo": {"tbt_ms": 80}, "canary": {"weight": 50}})
+    assert changed.status_code == 200, changed.text
+    platform.until(lambda: "CanaryServing" in json.dumps(platform.get(tune).json()["status"]["conditions"]))
+    assert ask(30) == {1, 2}
+    promoted = platform.request("POST", tune + ":promote")
+    assert promoted.status_code == 200, promoted.text
+    platform.until(lambda: ask(1) == {2})
+    assert platform.get(tune).json()["status"]["active_revision"] == 2
+
+    def booked() -> Counter[int]:
+        month = f"{datetime.now(UTC):%Y-%m}"
+        export = platform.get(f"/api/v1/billing/export?period={month}&format=jsonl&detail=rows", key=key).text
+        rows = [json.loads(line) for line in export.splitlines()]
+        return Counter(row["revision"] for row in rows if tune.endswith(row["deployment_id"]))
+
+    platform.until(lambda: booked() == served)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,11 +18,15 @@ from starlette.applications import Starlette
 from gateway.auth import Auth
 from gateway.control import Control, Engines
 from gateway.fleet import Fleet
+from gateway.metrics import Metrics
+from gateway.openapi import document
+from gateway.recent import Recent
 from store import wire
 from store.bus import Bus
 from store.db import Database
 from store.wire import Attained, ModelState, Role
 from tests.conftest import NatsServer
+from tests.gateway.described import Described
 from tests.store.folders import SUPPORTED, write_model
 
 ADMIN_KEY = "sk-st-admin"
@@ -31,22 +36,36 @@ ENGINES = Engines(SUPPORTED, frozenset({"hermes"}), frozenset({"qwen3"}))
 
 @dataclass
 class Plane:
-    """`admin` is a client with the admin key; `tenant` makes a tenant and a client with a key of it."""
+    """`admin` is a client with the admin key; `tenant` makes a tenant and a client with a key of it.
+
+    Whatever is answered is held against the description of the API.
+    """
 
     app: Starlette
     bus: Bus
     fleet: Fleet
     auth: Auth
     control: Control
+    metrics: Metrics
+    recent: Recent
     database: Database
     folder: Path
     admin: httpx.AsyncClient
     clients: list[httpx.AsyncClient] = field(default_factory=list)
 
+    @functools.cached_property
+    def described(self) -> Described:
+        return Described(document(self.control.endpoints()))
+
     def client(self, key: str | None) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         transport = httpx.ASGITransport(self.app)
-        client = httpx.AsyncClient(transport=transport, base_url="http://gateway/api/v1", headers=headers)
+        client = httpx.AsyncClient(
+            transport=transport,
+            base_url="http://gateway/api/v1",
+            headers=headers,
+            event_hooks={"response": [self.described.check]},
+        )
         self.clients.append(client)
         return client
 
@@ -135,10 +154,11 @@ async def _plane(database: Database, nats_server: NatsServer, tmp_path: Path) ->
     async with Bus.connect(nats_server.url, "test") as bus:
         fleet, auth = Fleet(bus), Auth(database, PEPPER, ADMIN_KEY)
         await fleet.start()
-        control = Control(database, auth, fleet, ENGINES, roots)
+        metrics, recent = Metrics(fleet), Recent()
+        control = Control(database, auth, fleet, ENGINES, roots, metrics, recent)
         app = Starlette(routes=control.routes())
         async with control.running():
-            made_plane = Plane(app, bus, fleet, auth, control, database, tmp_path, httpx.AsyncClient())
+            made_plane = Plane(app, bus, fleet, auth, control, metrics, recent, database, tmp_path, httpx.AsyncClient())
             await made_plane.admin.aclose()
             made_plane.admin = made_plane.client(ADMIN_KEY)
             yield made_plane

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from starlette.types import Message
 
 from gateway.answer import Answer
 from gateway.front import Served
 from gateway.meter import Call
+from gateway.metrics import Made, Tally
+from gateway.timing import Timing
 from runtime.request import Objective
 from tests.store.test_bus import usage
 
+TALLY = Tally(Made(CollectorRegistry()), ("t", "d"))
 pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM and torch, which the front imports
 
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -31,7 +37,9 @@ class Counted:
         self.counts.append(call.output_tokens)
 
 
-async def answered(status: int, header: tuple[bytes, bytes], *bodies: bytes, made: int = 0) -> tuple[Any, ...]:
+async def answered(
+    status: int, header: tuple[bytes, bytes], *bodies: bytes, made: int = 0, timed: bool = False
+) -> tuple[Any, ...]:
     """(status, headers, body, output tokens counted) of what goes to the socket."""
     sent: list[Message] = []
 
@@ -39,8 +47,10 @@ async def answered(status: int, header: tuple[bytes, bytes], *bodies: bytes, mad
         sent.append(message)
 
     call, meter = Call(usage("q"), 0), Counted()
-    served = Served("faq", "", call, 0.0, 0.0, Objective())
-    answer = Answer(send, served, meter, {"x-request-id": "q", "x-staccato-cold": "none"})  # type: ignore[arg-type]
+    served = Served("faq", "", call, 0.0, 0.0, 0.0, Objective(), TALLY)
+    served.timing = Timing(time.monotonic(), TALLY)
+    headers = {"x-request-id": "q", "x-staccato-cold": "none"}
+    answer = Answer(send, served, meter, headers, timed)  # type: ignore[arg-type]
     await answer.send({"type": "http.response.start", "status": status, "headers": [header]})
     assert sent == [], "the head waits for the body"
     for body in bodies:
@@ -57,6 +67,14 @@ async def test_a_stream_passes_as_it_is_with_our_headers() -> None:
     status, headers, body, _ = await answered(200, EVENTS, b"data: 1\n\n", b"data: 2\n\n", DONE)
     assert status == 200 and body == b"data: 1\n\ndata: 2\n\n" + DONE
     assert headers[b"x-request-id"] == b"q" and headers[b"x-staccato-cold"] == b"none"
+
+
+async def test_where_its_time_went_is_in_a_header_and_at_the_end_of_a_stream_if_that_is_wished() -> None:
+    events = b"data: 1\n\n", DONE
+    _, headers, body, _ = await answered(200, EVENTS, *events, timed=True)
+    assert re.fullmatch(rb"queue;dur=[0-9.]+, total;dur=[0-9.]+", headers[b"server-timing"])
+    told, _, comment = body.partition(b": x-staccato-timing: ")
+    assert told == b"".join(events) and re.fullmatch(rb"queue;dur=[0-9.]+, total;dur=[0-9.]+\n\n", comment)
 
 
 async def test_an_error_before_the_first_token_has_a_real_status() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -139,7 +140,7 @@ CREDIT = {"tenant": "acme", "amount_minor": -1250, "reason": "the outage of the 
 ONCE = {"idempotency-key": "credit-1"}
 
 
-async def test_a_correction_is_made_once_and_stands_on_the_bill_and_in_the_events(plane_on_both: Plane) -> None:
+async def test_a_correction_is_made_once_and_stands_on_the_bill_and_in_the_audit_log(plane_on_both: Plane) -> None:
     plane = plane_on_both
     client, other = await plane.tenant("acme"), await plane.tenant("other")
     answers = [made(await plane.admin.post("/billing/corrections", json=CREDIT, headers=ONCE)) for _ in range(2)]
@@ -151,9 +152,9 @@ async def test_a_correction_is_made_once_and_stands_on_the_bill_and_in_the_event
     said = (line["sku"], line["month"], line["amount"], line["currency"], line["reason"])
     assert said == ("correction", "2026-10", "-12.50", "USD", CREDIT["reason"])
     async with plane.database.read() as connection:
-        kind = tables.events.c.kind == "billing.corrected"
-        (event,) = await connection.execute(select(tables.events).where(kind))
-    assert (event.by, event.subject_id, event.detail) == ("admin", answers[0]["id"], "-1250 USD")
+        kind = tables.audit.c.kind == "billing.corrected"
+        (row,) = await connection.execute(select(tables.audit).where(kind))
+    assert (row.by, row.subject_id, json.loads(row.new)) == ("admin", answers[0]["id"], answers[0])
 
 
 async def test_a_correction_that_could_be_made_twice_by_mistake_is_refused(plane: Plane) -> None:

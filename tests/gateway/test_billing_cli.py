@@ -1,4 +1,5 @@
-"""`staccato usage verify` and the formats of `staccato bill export`, against a real control plane."""
+"""`staccato usage verify`, `staccato bill correct` and the formats of `staccato bill export`, against a real control
+plane."""
 
 from __future__ import annotations
 
@@ -73,3 +74,18 @@ def test_a_wrong_bill_is_told_row_by_row_and_fails(booked: None, settings: Setti
     assert "the bill of 2026-11 is not right: 1 flaws" in ran.err
     report = json.loads(staccato("usage", "verify", "--period", PERIOD, "--json").out)
     assert report["flawed"] == {"counters": 1} and report["flaws"][0]["where"] == "request r1 attempt 1"
+
+
+def test_a_correction_is_made_in_whole_units_and_once(staccato: Staccato) -> None:
+    assert staccato("tenant", "create", "corrected").code == 0
+    said = ("bill", "correct", "corrected", "--amount", "-12.50", "--reason", "the outage", "--once", "k1")
+    first, again = staccato(*said, "--json"), staccato(*said, "--json")
+    assert first.json == again.json and first.json["amount_minor"] == -1250, first.err
+    yen = staccato("bill", "correct", "corrected", "--amount", "7", "--currency", "JPY", "--reason", "r", "--json")
+    assert (yen.json["amount_minor"], yen.json["currency"]) == (7, "JPY")
+
+
+@pytest.mark.parametrize("amount", ["1.234", "x", "nan", "1e-9"])
+def test_an_amount_that_is_none_is_the_callers_mistake(staccato: Staccato, amount: str) -> None:
+    ran = staccato("bill", "correct", "acme", "--amount", amount, "--reason", "r")
+    assert ran.code == USAGE and "is no amount" in ran.err

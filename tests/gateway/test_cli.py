@@ -29,6 +29,8 @@ from gateway.cli.api import CONFLICT, NOT_FOUND, RETRYABLE, USAGE
 from gateway.cli.chat import events
 from gateway.control import Control, Engines
 from gateway.fleet import Fleet
+from gateway.metrics import Metrics
+from gateway.recent import Recent
 from store import wire
 from store.bus import Bus
 from store.db import Database, migrate
@@ -104,7 +106,15 @@ async def serve(settings: config.Settings, started: Callable[[uvicorn.Server], N
         await fleet.start()
         runtime = asyncio.create_task(Runtime(its_bus).run())
         auth = Auth(database, config.pepper(settings), config.admin_key(settings))
-        control = Control(database, auth, fleet, Engines(ARCHITECTURES, frozenset({"hermes"}), frozenset()), ())
+        control = Control(
+            database,
+            auth,
+            fleet,
+            Engines(ARCHITECTURES, frozenset({"hermes"}), frozenset()),
+            (),
+            Metrics(fleet),
+            Recent(),
+        )
         app = Starlette(routes=[*control.routes(), Route("/t/{tenant}/v1/chat/completions", say, methods=["POST"])])
         server = uvicorn.Server(uvicorn.Config(app, port=settings.port, log_level="error", lifespan="off"))
         started(server)

@@ -91,3 +91,14 @@ def test_processes_that_start_at_once_agree_on_one_pepper(data: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         found = set(pool.map(_pepper, [str(data)] * 16, chunksize=1))
     assert len(found) == 1 and len(found.pop()) == 32
+
+
+def test_a_secret_may_stand_in_a_file_that_only_this_process_can_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "STACCATO_DATABASE_URL").write_text("postgresql://u:secret@db/staccato\n")
+    (tmp_path / "STACCATO_ADMIN_KEY").write_text("sk-st-admin-x\n")
+    monkeypatch.setenv("STACCATO_SECRETS", str(tmp_path))
+    settings = config.load()
+    assert settings.database_url == "postgresql://u:secret@db/staccato"
+    assert config.admin_key(settings) == "sk-st-admin-x"

@@ -12,6 +12,7 @@ import pytest
 
 from gateway.dispatch import Dispatcher, Unserved
 from gateway.relay import Relay
+from gateway.timing import Timing
 from store import wire
 from store.bus import Bus
 from store.wire import Delta, Finish, ModelState, Refusal, Residency
@@ -34,7 +35,7 @@ class Taken:
             assert id not in self.ended and id not in self.errors, "something came after the end"
             assert delta.at == len(self.tokens.setdefault(id, []))
             self.tokens[id] += delta.tokens
-            self.spent.append((delta.gpu_us, delta.switch_us))
+            self.spent.append((delta.spent.gpu_us, delta.spent.switch_us))
             if delta.finish is not None:
                 self.ended[id] = delta.finish
 
@@ -48,6 +49,7 @@ class Runtimes:
 
     def __init__(self, plane: Plane, relay: Relay, buses: list[Bus]) -> None:
         self.plane, self.taken = plane, Taken()
+        self.timings: dict[str, Timing] = {}
         self.dispatcher = Dispatcher(relay, plane.fleet, self.taken, 60.0)
         self.all = {id: ScriptedRuntime(bus, epoch=1, id=id) for id, bus in zip(("r1", "r2"), buses, strict=True)}
 
@@ -66,7 +68,8 @@ class Runtimes:
 
     async def submit(self, id: str = "a", deadline_s: float = 5.0) -> None:
         now = time.monotonic()
-        await self.dispatcher.submit(id, run(0), now + 10, now + deadline_s)
+        timing = self.timings[id] = Timing(now, self.plane.metrics.tally("t", "d"))
+        await self.dispatcher.submit(id, run(0), now + 10, now + deadline_s, timing)
 
     async def taken_by(self, id: str, runs: int = 1) -> wire.Run:
         """The last of so many that the runtime was asked for."""

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
@@ -14,10 +15,12 @@ from gateway.answer import Answer
 from gateway.front import Served
 from gateway.inference import Exchange
 from gateway.meter import Call
+from gateway.metrics import Made, Tally
 from runtime.request import Objective
 from tests.gateway.test_answer import EVENTS, Counted
 from tests.store.test_bus import usage
 
+TALLY = Tally(Made(CollectorRegistry()), ("t", "d"))
 pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM and torch, which the front imports
 
 
@@ -25,13 +28,14 @@ class Endless:
     """Stands for vLLM: streams until it is stopped, and remembers that it was."""
 
     stopped = False
-    sent = 0
+    sent = 0  # as far as it knows
 
-    async def handle(self, front: object, served: object, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, front: object, served: Served, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self.body = (await receive())["body"]
             await send({"type": "http.response.start", "status": 200, "headers": [EVENTS]})
             while True:
+                served.made_tokens += 1
                 await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
                 self.sent += 1
                 await asyncio.sleep(0.01)
@@ -40,15 +44,17 @@ class Endless:
             raise
 
 
-async def exchanged(receive: Receive, send: Send) -> tuple[Any, bool]:
+async def exchanged(receive: Receive, send: Send, fronts: Endless | None = None) -> tuple[Any, bool, list[int]]:
+    """Who answered, whether to the end, and the output tokens as they were counted."""
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
-    fronts = Endless()
-    served = Served("faq", "", Call(usage("q"), 0), 0.0, 0.0, Objective())
-    answer = Answer(send, served, Counted(), {"x-staccato-cold": "none"})  # type: ignore[arg-type]
+    fronts = fronts or Endless()
+    served = Served("faq", "", Call(usage("q"), 0), 0.0, 0.0, 0.0, Objective(), TALLY)
+    meter = Counted()
+    answer = Answer(send, served, meter, {"x-staccato-cold": "none"})  # type: ignore[arg-type]
     exchange = Exchange(Request(scope, receive), send, "q", "/v1/chat/completions", b"{}")
     async with asyncio.timeout(5):
         complete = await exchange.pass_on(fronts, None, served, answer.send, answer.patience())  # type: ignore[arg-type]
-    return fronts, complete
+    return fronts, complete, meter.counts
 
 
 async def test_a_client_that_leaves_stops_the_answer_at_once() -> None:
@@ -62,8 +68,42 @@ async def test_a_client_that_leaves_stops_the_answer_at_once() -> None:
         if message["type"] == "http.response.body":
             left.set()
 
-    fronts, complete = await exchanged(receive, send)
+    fronts, complete, _ = await exchanged(receive, send)
     assert not complete and fronts.stopped and fronts.body == b"{}" and fronts.sent < 10
+
+
+async def test_whoever_stops_for_a_client_that_leaves_has_not_answered() -> None:
+    """vLLM may notice it before we do."""
+
+    class Attentive(Endless):
+        async def handle(self, front: object, served: Served, scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        raise AssertionError
+
+    _, complete, counts = await exchanged(receive, send, Attentive())
+    assert not complete and counts == []
+
+
+async def test_what_is_written_for_a_client_that_has_left_is_not_counted() -> None:
+    left, sent = asyncio.Event(), 0
+
+    async def receive() -> Message:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        nonlocal sent
+        sent += message["type"] == "http.response.body"
+        if sent == 3:
+            left.set()
+
+    fronts, _, counts = await exchanged(receive, send)
+    assert counts == [1, 2, 3] and fronts.sent > sent == 3
 
 
 async def test_a_client_that_reads_nothing_is_dropped_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,5 +117,5 @@ async def test_a_client_that_reads_nothing_is_dropped_when_its_time_is_up(monkey
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()  # the socket's buffer is full for ever
 
-    fronts, complete = await exchanged(receive, send)
-    assert not complete and fronts.sent == 0
+    fronts, complete, counts = await exchanged(receive, send)
+    assert not complete and fronts.sent == 0 and counts == []

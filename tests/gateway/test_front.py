@@ -29,9 +29,9 @@ FAQ = ROOT / "deploy" / "demo" / "models" / "faq"
 async def asked(plane: Plane, key: str) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the tenant's endpoints."""
     relay, meter = Relay(plane.bus, "g1"), Meter(plane.bus, plane.folder / "gateway.journal")
-    fronts = Fronts(Deps(relay, plane.fleet, meter, "g1", 60.0))
+    fronts = Fronts(Deps(relay, plane.fleet, "g1", 60.0))
     quotas, bounds = Quotas(plane.bus, plane.database, "g1"), Bounds(1 << 20, 10.0, 30.0)
-    inference = Inference(plane.auth, plane.fleet, fronts, meter, quotas, bounds, b"salt")
+    inference = Inference(plane.auth, plane.fleet, fronts, meter, quotas, bounds, plane.metrics, b"salt", plane.recent)
     await relay.start()
     await meter.start()
     await quotas.start()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,13 +83,18 @@ async def test_a_call_closed_while_nats_is_away_is_booked_when_it_is_back(
         await meter.stop()
 
 
-async def test_without_a_free_slot_nothing_may_be_served(nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_a_tenant_takes_at_most_four_times_the_slots_that_it_leaves(
+    nats_server: NatsServer, tmp_path: Path
+) -> None:
     async with Bus.connect(nats_server.url, "test") as bus:
         meter = Meter(bus, tmp_path / "journal")
-        calls = [meter.open(usage(f"q{n}")) for n in range(SLOTS)]
-        with pytest.raises(MeterFull, match=str(SLOTS)):
-            meter.open(usage("one more"))
-        assert len({call.slot for call in calls}) == SLOTS
+        calls = []
+        with pytest.raises(MeterFull, match="of this tenant are open"):
+            for n in range(SLOTS):
+                calls.append(meter.open(usage(f"q{n}")))
+        assert len({call.slot for call in calls}) == len(calls) == SLOTS * 4 // 5 + 1
+        for tenant in ("another", "a third"):
+            meter.open(wire.replace(usage(tenant), tenant_id=tenant))
         meter._journal.close()
 
 
@@ -96,6 +103,35 @@ def test_two_gateways_never_share_a_journal(tmp_path: Path) -> None:
     with pytest.raises(BlockingIOError):
         Journal(tmp_path / "journal")
     first.close()
+
+
+WATCH = """
+import mmap, struct, sys
+with open(sys.argv[1], "r+b") as file:
+    journal = mmap.mmap(file.fileno(), 0)
+print("watching", flush=True)
+last = 0
+while last < int(sys.argv[2]):
+    (seen,) = struct.unpack_from("@Q", journal, int(sys.argv[3]))
+    assert seen >= last, f"{seen} after {last}"
+    last = seen
+"""
+
+
+def test_a_kill_at_any_moment_finds_the_counter_before_or_after(tmp_path: Path) -> None:
+    """Another process sees what a kill would leave: the counter never goes back."""
+    path, times = tmp_path / "journal", 300_000
+    journal = Journal(path)
+    call = meter_module.Call(usage("q"), journal.take(usage("q")))
+    at = call.slot * meter_module.SLOT_BYTES + 4 * meter_module.WORD_BYTES
+    command = [sys.executable, "-c", WATCH, str(path), str(times), str(at)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watcher:
+        assert watcher.stdout is not None and watcher.stdout.readline() == "watching\n"
+        for _ in range(times):
+            call.output_tokens += 1
+            journal.count(call)
+        assert watcher.communicate(timeout=60) == ("", "") and watcher.returncode == 0
+    journal.close()
 
 
 @settings(max_examples=40, deadline=None)

@@ -50,7 +50,7 @@ class ScriptedRuntime:
         moved: wire.Moved | None = None,
         gpu_us: int = 0,
     ) -> bytes:
-        deltas = [Delta(stream, tokens, at, finish, moved=moved, gpu_us=gpu_us, switch_us=gpu_us // 10)]
+        deltas = [Delta(stream, tokens, at, finish, moved=moved, spent=wire.Spent(gpu_us, gpu_us // 10))]
         frame = wire.encode(wire.Frame(runtime=self.id, epoch=self.epoch, seq=self.ring.last + 1, deltas=deltas))
         self.ring.keep(frame)
         if not lose:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.rollout import loadable
-from gateway.status import phase
+from gateway.status import loadable, phase
 from store.wire import ModelState, Residency
 
 COLD, LOADING, RESIDENT, FAILED, LEAVING, STAGED = (ModelState(residency=residency) for residency in Residency)

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.account import Account
+from runtime.events import Arrived, Park, Placed
 from runtime.request import Request
-from tests.runtime.world import request
+from store.wire import Spent
+from tests.runtime.world import World, request, spec
 
 
 def asked(label: str, prompt_tokens: int = 1, stream: int = 0) -> Request:
@@ -54,6 +56,46 @@ def test_a_clock_that_goes_back_takes_nothing_from_anybody() -> None:
     account.idle(6.5)
     assert (account.idle_us, account.platform_us) == (1_500_000, 0)
     account.check()
+
+
+def test_keys_and_values_are_paid_for_from_the_first_step_on_where_they_are() -> None:
+    account, one = Account.open(0.0), asked("a", 100)
+    account.stepped(2.0, (), [one], 0.0)
+    account.held(1.5, [one], token_bytes=3, away_us=7_000_000)  # its model was away before it came
+    assert (one.spent.kv_byte_us, one.spent.cache_byte_us) == (300 * 500_000, 0)
+    account.idle(4.0)
+    account.stepped(5.0, [one], (), 0.0)
+    account.held(4.0, [one], token_bytes=3, away_us=9_000_000)  # and for two seconds of the three since
+    assert (one.spent.kv_byte_us, one.spent.cache_byte_us) == (300 * 1_500_000, 300 * 2_000_000)
+    assert one.spent.shown() == Spent(3_000_000, 0, 450, 600)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**7)), min_size=1, max_size=20))
+def test_what_is_held_is_held_for_as_long_as_there_was(steps: list[tuple[int, int]]) -> None:
+    account, one, now, away = Account.open(0.0), asked("a", 1), 0.0, 0
+    for us, of_them_away in steps:
+        now, away = now + us / 1e6, away + min(us, of_them_away)
+        account.stepped(now, [one], (), 0.0)
+        account.held(0.0, [one], token_bytes=1, away_us=away)
+        assert one.spent.kv_byte_us >= 0
+        assert one.spent.kv_byte_us + one.spent.cache_byte_us == account.at_us
+    assert one.spent.cache_byte_us <= away
+
+
+def test_what_a_request_holds_is_on_the_host_while_its_model_is_away() -> None:
+    two = World(7, {"a": 3, "b": 3}, tokens_most=6)
+    for key in "ab":
+        two.hear(Placed(spec(key, kv_bytes_per_token=1)))
+        two.settle()
+    first, second = request(1, "a"), request(2, "b")
+    began = two.now
+    two.open |= {first.id, second.id}
+    two.hear(Arrived(first), Arrived(second))
+    two.settle(200)
+    model = two.instance.models[first.model]
+    assert Park(first.model) in two.log and 0 < model.away_us < (two.now - began) * 1e6
+    assert 0 < first.spent.cache_byte_us <= first.context * model.away_us
+    assert 0 < first.spent.kv_byte_us <= first.context * ((two.now - began) * 1e6 - model.away_us)
 
 
 STEPS = st.tuples(

@@ -6,7 +6,9 @@ That tokens are the same is shown at length by test_engine.py and test_switching
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import pytest
 
 from runtime.engine.base import EngineError
 from runtime.request import RequestId
-from tests.runtime.engines import asleep, awake, payload, spec
+from store.views import Content
+from tests.runtime.engines import asleep, awake, payload, spec, until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM, torch and transformers, not ours
 POOL_BYTES, HOST_BYTES = 64 << 20, 256 << 20
@@ -121,6 +124,35 @@ def test_a_sleeping_model_takes_requests_and_holds_no_page(build: Any, random_mo
     assert [token for _ in range(3) for output in engine.step() for token in output.tokens]
     assert not engine.busy()
     engine.close()
+
+
+def test_the_map_of_the_pool_says_whose_each_page_is(build: Any, random_models: dict[str, Path]) -> None:
+    one, two = build(spec(random_models["llama"])), build(spec(random_models["qwen3"]))
+
+    def mapped() -> Counter[tuple[Content, str]]:
+        models = {one.owners[0]: "one", two.owners[0]: "two"}
+        runs = build.page_map(models, {one.owners[1]: "one", two.owners[1]: "two"})
+        assert all((a.content, a.model) != (b.content, b.model) for a, b in pairwise(runs))
+        found: Counter[tuple[Content, str]] = Counter()
+        for run in runs:
+            found[run.content, run.model] += run.pages
+        assert found.total() == build.pages_total
+        return found
+
+    assert mapped() == {(Content.FREE, ""): build.pages_total}
+    awake(one, 4)
+    awake(two, 2)
+    found = mapped()
+    assert (found[Content.WEIGHTS, "one"], found[Content.KV, "one"]) == (one.held().weights, one.held().kv)
+    assert (found[Content.WEIGHTS, "two"], found[Content.KV, "two"]) == (two.held().weights, two.held().kv)
+    one.park()
+    until(one.parked)
+    build.device.settle(10)
+    found = mapped()
+    assert (found[Content.CACHE, "one"], found[Content.KV, "one"]) == (one.held().weights, 0)
+    assert found[Content.FREE, ""] == build.pages_total - build.pages_used()
+    one.close()
+    two.close()
 
 
 def test_an_image_that_changed_is_noticed_and_given_up(build: Any, random_models: dict[str, Path]) -> None:

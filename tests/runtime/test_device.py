@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -15,6 +16,7 @@ from runtime.device import Device
 from runtime.engine.base import BadRequest, EngineError, Held, Hold, Output
 from runtime.policy.turns import RoundRobin
 from runtime.request import RequestId
+from store.views import Content, PageRun, Use
 from store.wire import EngineSpec, Finish, KvForm, ModelState, Residency, Run
 from tests.runtime.world import spec
 
@@ -31,6 +33,7 @@ class Scripted:
 
     weights_pages = WEIGHTS_PAGES
     kv_pages_least = 1
+    owners = (1, 2)
     kv_form = KvForm(1, PAGE_BYTES, "scripted")
 
     def __init__(self, made: list[list[int]]) -> None:
@@ -136,6 +139,11 @@ class Builder:
     def pages_used(self) -> int:
         return sum(engine.weights + engine.kv for engine in self.engines.values())
 
+    def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
+        (engine,) = self.engines.values()
+        held = [PageRun(engine.weights, Content.WEIGHTS, models[1]), PageRun(engine.kv, Content.KV, caches[2])]
+        return [*held, PageRun(PAGES_TOTAL - self.pages_used(), Content.FREE)]
+
 
 class Node:
     """The other end: reads in a thread of its own, as the node process does."""
@@ -147,6 +155,8 @@ class Node:
         self.made: list[list[int]] = []
         self.lost: list[str] = []
         self.states: list[pipe.State] = []
+        self.passed: list[pipe.Passed] = []
+        self.maps: list[pipe.Mapped] = []
         self.build = self.builder(self.made)
         self.device = Device(pipe.DeviceEnd(self._theirs), RoundRobin(), self.build, time.monotonic)
         self._plans: list[tuple[Callable[[], bool], tuple[pipe.ToDevice, ...]]] = []
@@ -217,6 +227,10 @@ class Node:
             self.made.append([token for delta in message.deltas["g"] for token in delta.tokens])
         elif isinstance(message, pipe.State):
             self.states.append(message)
+        elif isinstance(message, pipe.Passed):
+            self.passed.append(message)
+        elif isinstance(message, pipe.Mapped):
+            self.maps.append(message)
         while self._plans and self._plans[0][0]():
             self.send(*self._plans.pop(0)[1])
 
@@ -272,6 +286,42 @@ def test_a_request_the_engine_refuses_is_answered_and_the_others_go_on() -> None
 def test_quit_ends_an_idle_device() -> None:
     node = Node()
     node.run(until=lambda: True)
+
+
+# ── what is told of time and pages ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_where_all_of_its_time_went_is_told_in_spans_that_join() -> None:
+    node = Node()
+    node.send(*(pipe.Place(spec(key)) for key in "ab"), *(node.start(model=key) for key in "abab"))
+    node.run(until=lambda: all(node.model(key).tokens == 2 * TOKENS for key in "ab") and not node.states[-1].holder)
+    spans = [span for passed in node.passed for span in passed.spans]
+    accounts = node.states[-1].accounts
+    assert all(a.at_us + a.us == b.at_us for a, b in pairwise(spans)) and spans[0].at_us == node.device.account.begun_us
+    us = {use: sum(span.us for span in spans if span.use is use) for use in Use}
+    paid = [sum(parts) for parts in zip(*accounts.labels.values(), strict=True)]
+    assert [us[Use.STEPS], us[Use.SWITCH]] == paid
+    assert us[Use.PLATFORM] == accounts.platform_us > 0
+    assert {span.model for span in spans if span.use in (Use.STEPS, Use.SWITCH)} == {"a", "b"}
+    assert sum(span.steps for span in spans) == sum(len(e.seen_before_step) for e in node.build.engines.values())
+    assert all((span.why is not None) == (span.use is Use.SWITCH) for span in spans)
+    ways = [stage.name for passed in node.passed for stage in passed.stages if stage.model == "a"]
+    assert ways[:3] == ["build", "fetch", "check"]
+    assert node.passed[-1].now is Use.IDLE and Use.PLATFORM in {passed.now for passed in node.passed}
+
+
+def test_the_map_of_the_pool_is_told_when_it_is_asked_for() -> None:
+    node = Node()
+    node.send(pipe.Place(spec("a")))
+    node.when(lambda: node.model("a").residency is Residency.RESIDENT, pipe.ShowPages())
+    node.run(until=lambda: bool(node.maps))
+    (mapped,) = node.maps
+    state = node.model("a")
+    assert mapped.runs == [
+        PageRun(state.weights_pages, Content.WEIGHTS, "a"),
+        PageRun(state.kv_pages, Content.KV, "a"),
+        PageRun(PAGES_TOTAL - node.states[-1].pages_used, Content.FREE),
+    ]
 
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────────

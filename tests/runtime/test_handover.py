@@ -22,6 +22,7 @@ class Movable(Scripted):
     """Has room for who is expected unless told otherwise; copies are over at once."""
 
     room, sound = True, True
+    full = False  # there is room for those alone that the machine admitted
 
     def add(self, request: RequestId, payload: bytes, made: Sequence[int] = ()) -> None:
         super().add(request, payload, made)
@@ -29,13 +30,13 @@ class Movable(Scripted):
         if made:
             self.calls.append("compute again")
 
-    def expect(self, request: RequestId, payload: bytes, tokens: int) -> bool:
+    def expect(self, request: RequestId, payload: bytes, tokens: int, admitted: bool = False) -> bool:
         self.calls.append("expect")
         return self.room
 
-    def receive(self, request: RequestId, first: int, host: list[int]) -> bool:
+    def receive(self, request: RequestId, first: int, host: list[int], admitted: bool = False) -> bool:
         self.calls.append(f"receive {first}: {host}")
-        return self.room
+        return self.room and (admitted or not self.full)
 
     def received(self, request: RequestId) -> bool:
         if not self.sound:
@@ -138,6 +139,13 @@ def test_without_room_it_is_computed_again() -> None:
     target.build.change = lambda engine: setattr(engine, "room", False)
     taken_over(target)
     assert target.calls()[-1] == "compute again" and "adopt" not in target.calls()
+
+
+def test_what_the_machine_made_room_for_is_received_though_it_is_the_last() -> None:
+    target = Target()
+    target.build.change = lambda engine: setattr(engine, "full", True)
+    taken_over(target)
+    assert target.calls() == ["expect", "receive 0: [4]", "receive 0: [4, 5]", "adopt"]
 
 
 def test_after_a_copy_that_failed_all_is_copied_again() -> None:

@@ -18,6 +18,7 @@ from runtime.events import (
     Close,
     Effect,
     Evict,
+    Expected,
     Fetch,
     Grow,
     Lose,
@@ -40,13 +41,19 @@ A, B, C = ModelKey("a"), ModelKey("b"), ModelKey("c")
 
 
 def world(
-    total: int = 20, tokens_most: int = 6, quota: int = 2, rest: str = "", tokens_a_page: int = 2, **sizes: int
+    total: int = 20,
+    tokens_most: int = 6,
+    quota: int = 2,
+    rest: str = "",
+    tokens_a_page: int = 2,
+    kv_bytes: int = 0,  # of a token
+    **sizes: int,
 ) -> World:
     """These models, of so many pages of weights, were placed one after another, and are resident if they fit; of those
     in `rest` only clean weights are left."""
     made = World(total, sizes, quota, tokens_most, tokens_a_page)
     for key in sizes:
-        made.hear(Placed(spec(key, idle_s=1.0 if key in rest else None)))
+        made.hear(Placed(spec(key, 1.0 if key in rest else None, kv_bytes)))
         made.settle()
     made.now = 1.0
     made.hear()
@@ -155,6 +162,33 @@ def test_a_request_for_a_sleeping_model_waits_until_it_is_back() -> None:
     assert one.arrive() == [Check(A)]
     assert kinds(one.answer()) == [Add, Step]
     assert one.instance.models[A].state(Held()).load_ms == 500.0
+
+
+def test_a_model_says_what_its_requests_need_of_the_devices_memory() -> None:
+    one = world(a=2, kv_bytes=5)
+    assert one.instance.models[A].state(Held()).least_bytes is None
+    one.hear(Ordered(A, awake=False))
+    one.leave(A)
+    ask(one, "a", "a", "a")
+    state = one.instance.models[A].state(Held())
+    assert (state.head_bytes, state.queued_bytes, state.least_bytes) == (5, 10, 5)
+    one.arrive()
+    one.answer()
+    state = one.instance.models[A].state(Held())
+    assert (state.head_bytes, state.queued_bytes, state.least_bytes) == (0, 0, 0)
+
+
+def test_one_that_may_come_finds_pages_that_nobody_has_and_takes_them_from_nobody() -> None:
+    one = world(total=12, a=2, b=2, kv_bytes=PAGE_BYTES // 128)
+    held, free = one.instance.pages.of(A), one.instance.pages.free
+    assert held.kv_spare == 1 and free >= 5
+    assert one.hear(Expected(B, 128 * (free + 2))) == [], "there are not so many"
+    assert one.hear(Expected(A, 3 * 128)) == [Grow(A, 3 - held.kv + 2)]
+    assert one.hear(Expected(A, 3 * 128)) == [], "they are there"
+    assert one.hear(Expected(A, 5 * 128)) == [Grow(A, 2)]
+    one.hear(Ordered(A, awake=False))
+    one.leave(A)
+    assert one.hear(Expected(A, 1)) == [], "it is asleep, and comes by the usual way"
 
 
 def test_a_model_with_requests_is_not_put_to_sleep() -> None:

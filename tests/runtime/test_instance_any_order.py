@@ -11,13 +11,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from runtime.events import Arrived, Cancelled, Ordered, Placed, Step, Tell, Withdrawn
+from runtime.events import Arrived, Cancelled, Expected, Ordered, Placed, Step, Tell, Withdrawn
 from runtime.model import STARVED_S, Phase
 from runtime.policy.slack import STEPS_MOST, Slack
 from runtime.policy.turns import RoundRobin, Turns
 from runtime.request import ModelKey, Objective, Request, RequestId
+from runtime.shares import BALANCE_S_MOST, OVER_S
 from tests.runtime.world import PAGE_BYTES, World, request, spec
 
+WEIGHTS = {"": 1.0, "x": 0.5, "y": 4.0}
 SIZES = {"a": 2, "b": 3, "c": 4, "d": 6}
 KEYS = st.sampled_from([*SIZES, "huge"])
 OBJECTIVES = st.builds(
@@ -33,10 +35,12 @@ class AnyOrder(RuleBasedStateMachine):
 
     streams = Bundle("streams")
     turns: Callable[[], Turns] = RoundRobin
+    step_s = 1 / 64
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(10, {**SIZES, "huge": 9}, turns=type(self).turns(), tokens_a_page=4, prompt_most=8)
+        sizes, turns = {**SIZES, "huge": 9}, type(self).turns()
+        self.world = World(10, sizes, turns=turns, tokens_a_page=4, prompt_most=8, step_s=self.step_s)
         self.next_stream = 0
 
     @rule(key=KEYS, idle=st.sampled_from([None, 1.0]), prove=st.booleans())
@@ -56,12 +60,16 @@ class AnyOrder(RuleBasedStateMachine):
         objective=OBJECTIVES,
         made=st.sampled_from([0, 0, 0, 1, 4]),
         handed=st.booleans(),
+        tenant=st.sampled_from(sorted(WEIGHTS)),
     )
-    def arrive(self, key: str, refused: int, prompt: int, objective: Objective, made: int, handed: bool) -> RequestId:
+    def arrive(
+        self, key: str, refused: int, prompt: int, objective: Objective, made: int, handed: bool, tenant: str
+    ) -> RequestId:
         self.next_stream += 1
         prompt_tokens = min(prompt, self.world.prompt_most)
         from_elsewhere = handed and made > 0
         arrived = request(self.next_stream, key, self.world.now, prompt_tokens, objective, made, from_elsewhere)
+        arrived.tenant, arrived.weight = tenant, WEIGHTS[tenant]
         self.world.open.add(arrived.id)
         if refused == 0:
             self.world.refuses.add(arrived.id)
@@ -87,6 +95,11 @@ class AnyOrder(RuleBasedStateMachine):
             self.world.stay(id)
         else:
             self.world.depart(id)
+
+    @rule(key=KEYS, tokens=st.integers(1, 12))
+    def expect(self, key: str, tokens: int) -> None:
+        if ModelKey(key) in self.world.instance.models:
+            self.world.hear(Expected(ModelKey(key), tokens))
 
     @rule(key=KEYS, awake=st.booleans())
     def order(self, key: str, awake: bool) -> None:
@@ -150,9 +163,14 @@ class AnyOrderBySlack(AnyOrder):
     turns = Slack
 
 
+class AnyOrderByShares(AnyOrderBySlack):
+    step_s = 1.0  # so that tenants are soon over their share
+
+
 TestAnyOrder, TestAnyOrderBySlack = AnyOrder.TestCase, AnyOrderBySlack.TestCase
+TestAnyOrderByShares = AnyOrderByShares.TestCase
 TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-TestAnyOrderBySlack.settings = TestAnyOrder.settings
+TestAnyOrderBySlack.settings = TestAnyOrderByShares.settings = TestAnyOrder.settings
 
 
 # ── nobody starves ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -164,6 +182,8 @@ class Client(NamedTuple):
     model: str
     prompt_tokens: int
     objective: Objective
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class Crowd:
@@ -182,7 +202,9 @@ class Crowd:
         self.asked = [self._ask(client) for client in clients]
 
     def _ask(self, client: Client) -> Request:
-        asked = request(next(self._streams), client.model, self.world.now, client.prompt_tokens, client.objective)
+        model, prompt_tokens, objective, tenant, weight = client
+        asked = request(next(self._streams), model, self.world.now, prompt_tokens, objective)
+        asked.tenant, asked.weight = tenant, weight
         self.world.open.add(asked.id)
         self.world.hear(Arrived(asked))
         return asked
@@ -208,7 +230,7 @@ class Crowd:
 def crowds(draw: st.DrawFn) -> list[Client]:
     clients = []
     for key in "abcd"[: draw(st.integers(2, 4))]:
-        asks = st.builds(Client, st.just(key), st.integers(1, 8), OBJECTIVES)
+        asks = st.builds(Client, st.just(key), st.integers(1, 8), OBJECTIVES, st.just(""), st.just(1.0))
         clients += draw(st.lists(asks, min_size=1, max_size=CLIENTS_MOST))
     return clients
 
@@ -269,3 +291,36 @@ def test_by_slack_no_request_starves_for_long(clients: list[Client], spare: int,
         for asked in crowd.asked:
             since = max(asked.progress.due_at, asked.progress.last_at + STARVED_S)
             assert crowd.world.now <= since + patience_s + round_s, asked
+
+
+LATE = Objective(0.0, 1 / 64, 1e6)  # always late, and never given up
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, CLIENTS_MOST),
+    st.sampled_from([0.5, 1.0, 3.0]),
+    st.booleans(),
+    st.integers(0, 6),
+    st.integers(0, 2),
+)
+def test_by_slack_tenants_that_are_always_late_get_their_shares(
+    flood: int, weight: float, same_model: bool, spare: int, lag: int
+) -> None:
+    """A few clients of one tenant on each of three models, one client of the other. Nobody has more than its share and
+    what it takes to be over, but for a model's turn; where they share a model they share its steps, too: of these each
+    has what its requests had, and the other gives way in admission alone."""
+    step_s = 0.25
+    clients = [Client(model, 4, LATE, "flood", 1.0) for model in "abc" for _ in range(flood)]
+    clients.append(Client("a" if same_model else "d", 4, LATE, "within", weight))
+    crowd = Crowd(Slack(), clients, spare, lag, step_s)
+    crowd.world.account.take()
+    for _ in range(1200):
+        crowd.answer()
+    had_s = Counter[str]()
+    for asked in crowd.world.taken:
+        had_s[asked.tenant] += asked.spent.gpu_us / 1e6
+    turn_s = step_s * (STEPS_MOST + (flood + 1) * TOKENS_MOST)
+    share = weight / (weight + 1.0)
+    least_s = min(share, 1 / (flood + 1) if same_model else 1.0) * had_s.total() - OVER_S - BALANCE_S_MOST - turn_s
+    assert had_s["within"] >= least_s, had_s

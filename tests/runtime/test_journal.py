@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
 from deploy.demo.random_weights import write_random
+from runtime.account import Account
 from runtime.config import RuntimeSettings
 from runtime.costs import ModelCosts, model_size, unknown
 from runtime.engine.base import Output
@@ -49,8 +50,8 @@ NIL, NOTHING = msgspec.Raw(b"\xc0"), Answered(msgspec.Raw(b"\x90"))
 class Asking:
     """A machine whose every question is written down; in all else itself."""
 
-    def __init__(self, turns: Turns, journal: Journal) -> None:
-        self._machine = Instance(turns, Pages(PAGES_TOTAL, PAGE_BYTES), journal.noting(guess))
+    def __init__(self, turns: Turns, journal: Journal, account: Account) -> None:
+        self._machine = Instance(turns, Pages(PAGES_TOTAL, PAGE_BYTES), journal.noting(guess), account)
         recorded = Recorded(self._machine, journal)
         self.hear, self.decide = recorded.hear, recorded.decide
 
@@ -65,7 +66,7 @@ def guess(spec: EngineSpec) -> ModelCosts:
 def written_by(world: World, policy: str, policies: Mapping[str, Callable[[], Turns]], file: io.BytesIO) -> Journal:
     """From now on what this world's machine is asked."""
     journal = Journal(file, Began(policy, PAGES_TOTAL, PAGE_BYTES))
-    world.instance = Asking(policies[policy](), journal)  # type: ignore[assignment]
+    world.instance = Asking(policies[policy](), journal, world.account)  # type: ignore[assignment]
     return journal
 
 
@@ -306,7 +307,9 @@ def test_a_device_that_is_started_again_goes_on_in_the_same_file(tmp_path: Path)
     path = tmp_path / "r1.journal"
     for _ in range(2):
         with appended(path) as file:
-            asking = Asking(POLICIES["slack"](), Journal(file, Began("slack", PAGES_TOTAL, PAGE_BYTES)))
+            asking = Asking(
+                POLICIES["slack"](), Journal(file, Began("slack", PAGES_TOTAL, PAGE_BYTES)), Account.open(0.0)
+            )
             asking.hear(Placed(spec("a")), 1.0)
             asking.decide(2.0)
     assert replay(path) == Report(runs=2, heard=2, asked=2)

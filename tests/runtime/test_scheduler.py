@@ -73,6 +73,29 @@ def test_a_runtime_that_was_started_again_is_a_new_device() -> None:
     assert len(fleet.cluster.devices) == 2
 
 
+def test_runtimes_that_come_and_go_under_new_names_do_not_pile_up() -> None:
+    fleet = Fleet(Rules(migrate=True))
+    for number in range(50):
+        now = number * 200.0
+        told(fleet, now, lease("old"), lease(f"r{number}"))
+        assert len(fleet.cluster.devices) <= 6, "each is remembered for ten minutes"
+    assert told(fleet, 20_000.0, lease("new", a=0.7, b=0.4), lease("old"))[0][0] == "new"
+
+
+def test_who_waits_for_memory_makes_a_runtime_look_fuller() -> None:
+    fleet = Fleet(Rules())
+    states = {
+        "a": ModelState(residency=Residency.RESIDENT, kv_pages=3, head_bytes=500, queued_bytes=40, least_bytes=7),
+        "b": ModelState(residency=Residency.STAGED, head_bytes=900, least_bytes=900),
+        "c": ModelState(residency=Residency.STAGED),
+    }
+    told(fleet, 1.0, wire.replace(lease("r1"), models=states), lease("r2"))
+    one, other = (fleet.cluster.devices[number].report for number in (0, 1))
+    assert one is not None and other is not None
+    assert (one.used_bytes, one.queued_bytes, one.least_bytes) == (3 * PAGE + 900, 540, 7)
+    assert (other.used_bytes, other.queued_bytes, other.least_bytes) == (0, 0, None)
+
+
 # ── how many there should be ──────────────────────────────────────────────────────────────────────────────────────────
 
 

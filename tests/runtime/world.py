@@ -83,6 +83,8 @@ def request(
     objective: Objective = USUAL,
     made: int = 0,
     handed: bool = False,
+    tenant: str = "",
+    weight: float = 1.0,
 ) -> Request:
     """Prompts of no tokens keep sums over pages short."""
     id, tokens = request_id("g", stream), [0] * made
@@ -90,6 +92,8 @@ def request(
         *(id, "g", stream, ModelKey(model), b"", now, prompt_tokens),
         objective=objective,
         label=model,
+        tenant=tenant,
+        weight=weight,
         made=tokens,
         handed=handed,
     )
@@ -180,7 +184,7 @@ class World:
         self.prompt_most, self.tokens_most, self.tokens_a_page = prompt_most, tokens_most, tokens_a_page
         self._made_at: dict[RequestId, list[float]] = {}  # the tokens of those that were taken and did not end
         self._requests: dict[RequestId, Request] = {}
-        self._taken: list[Request] = []  # every one that there ever was
+        self.taken: list[Request] = []  # every one that there ever was
         self.leaving: list[RequestId] = []
         self._alone = False  # nothing was heard since the step that is out was asked for
 
@@ -207,7 +211,7 @@ class World:
         match event:
             case Arrived(request) if not effects:
                 self._requests[request.id], self._made_at[request.id] = request, []
-                self._taken.append(request)
+                self.taken.append(request)
             case Cancelled(requests):
                 for id in requests:
                     if id in self._made_at:
@@ -429,7 +433,7 @@ class World:
     def check_account(self) -> None:
         """What the requests paid is what their labels paid; nobody pays while nobody is there."""
         paid: Counter[str] = Counter()
-        for request in self._taken:
+        for request in self.taken:
             paid[request.label] += request.spent.gpu_us + request.spent.switch_us
         totals = self.account.totals.items()
         assert {label: total.gpu_us + total.switch_us for label, total in totals} == {

@@ -51,6 +51,20 @@ def test_a_trace_is_replicated_to_as_many_models_as_asked_for(
     assert answer["workload"] == str(path)
 
 
+def test_tenants_are_told_apart_and_one_of_them_floods(capsys: pytest.CaptureFixture[str]) -> None:
+    calm, flood = (told(capsys, "sim", *QUICK, "--tenants", "1,2", "--flood", times) for times in ("1", "5"))
+    of = [{row["tenant"]: row["requests"] for row in answer["tenants"]} for answer in (calm, flood)]  # type: ignore[attr-defined]
+    assert sum(of[0].values()) == calm["requests"] and of[1]["t1"] == of[0]["t1"]
+    assert of[1]["t0"] > 3 * of[0]["t0"]
+    assert told(capsys, "sim", *QUICK, "--tenants", "1")["tenants"] == []
+
+
+def test_a_flood_without_tenants_is_the_callers_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["sim", *QUICK, "--flood", "5"])
+    assert "--tenants" in capsys.readouterr().err
+
+
 def test_a_fleet_that_changes_is_a_function_of_its_arguments_too(capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["--migrate", "--scale", "1:4", "--faults", "3", "--check"]
     for dispatch in ("least-loaded", "freest", "in-turns"):

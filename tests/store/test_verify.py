@@ -53,7 +53,7 @@ async def test_a_right_bill_has_no_flaw_and_says_what_is_to_be_paid(billed: Data
     [
         ("a", {"cached_tokens": 10}, "counters", "10 cached tokens of a prompt of 9"),
         ("a", {"output_tokens": -1}, "counters", "output_tokens is -1, less than nothing"),
-        ("a", {"gpu_us": 3_000_001}, "times", "gpu_us is 3000001 in a request of 2000000 us"),
+        ("a", {"gpu_us": 3 * 10**9 + 1}, "times", "gpu_us is 3000000001 in a request of 2000000 us"),
         ("a", {"ended_us": NOVEMBER_US - 1_000_000}, "times", "it ended 1000000 us before it started"),
         ("a", {"price_id": None}, "price", "it has the price None, at its start "),
         ("a", {"started_us": NOVEMBER_US + 31 * DAY_US, "ended_us": 2 * NOVEMBER_US}, "period", "started in 2026-12"),
@@ -68,6 +68,14 @@ async def test_a_row_that_can_not_be_is_found(
     report = await _verified(billed)
     (flaw,) = [flaw for flaw in report.flaws if said in flaw.said]
     assert flaw.check == check and flaw.where.startswith(f"request {request_id} attempt ")
+
+
+async def test_a_request_may_take_more_of_devices_than_time_passed(billed: Database) -> None:
+    """Its two prompts were on two devices at once."""
+    async with billed.write() as connection:
+        first = tables.usage.c.request == "a"
+        await connection.execute(update(tables.usage).where(first).values(gpu_us=3_900_000))
+    assert (await _verified(billed)).flaws == []
 
 
 async def test_a_row_that_is_there_twice_is_found(billed: Database, database_url: str) -> None:

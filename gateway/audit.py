@@ -1,0 +1,92 @@
+"""The audit log, as the control plane shows it: all of it to the operator, to a tenant what was done to it."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.responses import Response
+
+from gateway.api import OF_TENANT, Call, Operation, Page, Query, Shown, Time, answered, time_text
+from gateway.errors import invalid
+from store import audit
+from store.audit import Entry, Link
+
+HEAD = r"^\d{1,18}:[0-9a-f]{64}$"
+NOTED = Query("head", Annotated[str, Meta(pattern=HEAD)], "A `head` of an earlier answer, through which it must pass.")
+
+
+class ShownEntry(Shown, frozen=True, kw_only=True):
+    """`seq` and `hash` are its place in the chain that is shown; store/audit.py says how to compute the hash."""
+
+    seq: int
+    hash: str
+    id: str
+    at: Time
+    at_us: int
+    kind: str
+    tenant_id: str | None
+    subject_id: str
+    by: str  # a key's id, admin or platform
+    request_id: str | None
+    old: Any
+    new: Any
+
+
+class ShownVerdict(Shown, frozen=True, kw_only=True):
+    ok: bool
+    rows: int  # that were read
+    head: str  # where the chain ends: note it elsewhere, and verify against it later
+    row: int | None  # the first that is wrong
+    flaw: str | None
+
+
+@Operation(Page[ShownEntry], query=(OF_TENANT,), paged=True)
+async def listed(call: Call) -> Response:
+    """List what was done, oldest first."""
+    tenant_id = await call.tenant_id()
+    async with call.database.read() as connection:
+        found = await audit.listed(connection, tenant_id, call.after, call.limit + 1)
+    return call.page(found, lambda entry: show(entry, tenant_id))
+
+
+@Operation(ShownVerdict, query=(OF_TENANT, NOTED))
+async def verify(call: Call) -> Response:
+    """Find what was changed, removed, put in or moved in the audit log."""
+    tenant_id, noted = await call.tenant_id(), _noted(call.query("head"))
+    async with call.database.snapshot() as connection:
+        verdict = await audit.verify(connection, tenant_id, noted)
+    head = f"{verdict.head.seq}:{verdict.head.hash}"
+    ok = verdict.flaw is None
+    return answered(ShownVerdict(ok=ok, rows=verdict.rows, head=head, row=verdict.row, flaw=verdict.flaw))
+
+
+def _noted(said: str | None) -> Link | None:
+    """Raises Problem."""
+    if said is None:
+        return None
+    if not re.fullmatch(HEAD, said):
+        raise invalid("?head", f"{said!r} is not a row's number, a colon and its hash, as an earlier answer gave it")
+    seq, _, hash = said.partition(":")
+    return Link(int(seq), hash)
+
+
+def show(entry: Entry, tenant_id: str | None) -> ShownEntry:
+    """`tenant_id`: in whose chain; None: in the whole one."""
+    link = entry.tenant_link if tenant_id else entry.link
+    return ShownEntry(
+        seq=link.seq,
+        hash=link.hash,
+        id=entry.id,
+        at=time_text(entry.at_us),
+        at_us=entry.at_us,
+        kind=entry.kind,
+        tenant_id=entry.tenant_id,
+        subject_id=entry.subject_id,
+        by=entry.by,
+        request_id=entry.request_id,
+        old=msgspec.json.decode(entry.old) if entry.old else None,
+        new=msgspec.json.decode(entry.new) if entry.new else None,
+    )

@@ -1,0 +1,91 @@
+"""How long is a fleet without a scheduler when that is killed in the middle of its work?
+
+Three runtimes with streams, and a scheduler that is to have three of them. It is killed fifteen times. Measured is the
+time until another process leads, and until what it says shows that it has heard of all three runtimes: that is its
+whole state, for it keeps nothing. Streams go on meanwhile; those that ended badly are counted.
+
+`python tests/bench/bench_takeover.py`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.bench.timing import load, spread  # noqa: E402
+from tests.e2e.fleet import EACH, RUNTIMES, Fleet  # noqa: E402
+
+KILLS = 15
+WAIT_S = 60.0
+
+
+async def until(fleet: Fleet, done: Callable[[dict[str, object]], bool]) -> float:
+    """The moment in which the lead is like that."""
+    deadline = time.perf_counter() + WAIT_S
+    while not done((await asyncio.to_thread(fleet.platform.get, "/api/v1/fleet")).json()):
+        assert time.perf_counter() < deadline, "nobody leads"
+        await asyncio.sleep(0.05)
+    return time.perf_counter()
+
+
+async def killed(fleet: Fleet) -> tuple[float, float]:
+    """Seconds until another leads, and until it knows the fleet."""
+    before = await fleet.scheduler()
+    fleet.platform.child("runtime.scheduler").kill()
+    at = time.perf_counter()
+    leads = await until(fleet, lambda said: said["scheduler"] not in (None, before))
+    knows = await until(fleet, lambda said: said["wanted"] == RUNTIMES)
+    return leads - at, knows - at
+
+
+async def busy(fleet: Fleet, ended: list[bool]) -> None:
+    while True:
+        try:
+            await fleet.streams(EACH)
+            ended.append(True)
+        except (AssertionError, ExceptionGroup):
+            ended.append(False)
+
+
+async def measure(fleet: Fleet) -> dict[str, object]:
+    await fleet.ready()
+    await until(fleet, lambda said: said["wanted"] == RUNTIMES)
+    ended: list[bool] = []
+    streams = asyncio.create_task(busy(fleet, ended))
+    chance, times = random.Random(1), []
+    for _ in range(KILLS):
+        times.append(await killed(fleet))
+        await asyncio.sleep(chance.uniform(1, 3))
+    while not ended:
+        await asyncio.sleep(0.1)
+    streams.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await streams
+    return {
+        "leads_s": spread((leads for leads, _ in times), 2),
+        "knows_s": spread((knows for _, knows in times), 2),
+        "rounds_of_streams": len(ended),
+        "of_them_failed": ended.count(False),
+        "load": load(),
+    }
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        band = {"STACCATO_RUNTIMES_LEAST": f"{RUNTIMES}", "STACCATO_RUNTIMES_MOST": f"{RUNTIMES}"}
+        with Fleet.running(Path(name), 3, settings=band) as fleet:
+            print(json.dumps(asyncio.run(measure(fleet))))
+
+
+if __name__ == "__main__":
+    main()

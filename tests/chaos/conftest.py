@@ -1,0 +1,7 @@
+"""The databases; a PostgreSQL server of its own, for it is killed, too."""
+
+from tests.databases import database_url as database_url
+from tests.databases import postgres_server as postgres_server
+from tests.databases import postgres_url as postgres_url
+from tests.databases import sqlite_template as sqlite_template
+from tests.databases import sqlite_url as sqlite_url

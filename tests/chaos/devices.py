@@ -1,0 +1,93 @@
+"""Where the time of all devices went that ever lived, as the platform shows it, and whether the bill fits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.e2e.conftest import Platform
+
+LOOK_PERIOD_S = 0.5
+
+
+@dataclass
+class Life:
+    """Of one device process."""
+
+    time: Mapping[str, Any]  # as it was seen last
+    seen_at: float
+    unseen_s: float = 0.0  # the longest that it may have lived after that
+
+    def goes_on(self, later: Mapping[str, Any]) -> bool:
+        """Nothing that is counted goes back."""
+        used = ((spent["gpu_us"] + spent["switch_us"], label) for label, spent in self.time["used"].items())
+        counted = all(later[name] >= self.time[name] for name in ("wall_us", "idle_us", "platform_us"))
+        return counted and all(us <= sum(later["used"].get(label, {"": 0}).values()) for us, label in used)
+
+
+class Devices:
+    """Looks at all of them for as long as `watch` runs."""
+
+    def __init__(self) -> None:
+        self._lives: dict[str, list[Life]] = {}
+        self._wrong: list[str] = []
+
+    async def watch(self, platform: Platform) -> None:
+        """Endless. The gateway that is asked is away now and then."""
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                answer = await asyncio.to_thread(platform.get, "/api/v1/gpus")
+                if answer.status_code == 200:
+                    self.look(answer.json()["data"], time.monotonic())
+            await asyncio.sleep(LOOK_PERIOD_S)
+
+    def look(self, gpus: Iterable[Mapping[str, Any]], now: float) -> None:
+        for gpu in gpus:
+            time_us = gpu["time"]
+            self._wrong += (f"{gpu['id']}: {said}" for said in unbalanced(time_us))
+            lives = self._lives.setdefault(gpu["id"], [])
+            if lives and lives[-1].goes_on(time_us):
+                lives[-1].time, lives[-1].seen_at = time_us, now
+                continue
+            if lives:
+                lives[-1].unseen_s = now - lives[-1].seen_at
+            lives.append(Life(time_us, now))
+
+    @property
+    def deaths(self) -> int:
+        return sum(len(lives) - 1 for lives in self._lives.values())
+
+    def flaws(self, booked_us: Mapping[str, int]) -> Iterator[str]:
+        """`booked_us`: of each tenant, by id. No more is charged than devices spent on it. What one had spent after it
+        was seen last is not known: as long at most as it was not seen."""
+        yield from self._wrong
+        lives = [life for lives in self._lives.values() for life in lives]
+        unseen_us = round(sum(life.unseen_s for life in lives) * 1e6)
+        used = used_us(life.time for life in lives)
+        over = {tenant: us - used[tenant] for tenant, us in booked_us.items() if us > used[tenant]}
+        if sum(over.values()) > unseen_us:
+            yield f"charged beyond what devices are known to have spent: {over} us; {unseen_us} us passed unseen"
+
+
+def used_us(times: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """Of each tenant, by id."""
+    used: Counter[str] = Counter()
+    for time_us in times:
+        for label, spent in time_us["used"].items():
+            used[label.partition("/")[0]] += spent["gpu_us"] + spent["switch_us"]
+    return used
+
+
+def unbalanced(time_us: Mapping[str, Any]) -> Iterator[str]:
+    """It is a tenant's, the platform's, nobody's, or not known yet whose."""
+    paid = sum(used_us([time_us]).values())
+    known = paid + time_us["idle_us"] + time_us["platform_us"] + time_us["open_us"]
+    if known != time_us["wall_us"]:
+        yield f"of {time_us['wall_us']} us of the device's time {known} are accounted for"

@@ -1,0 +1,99 @@
+"""What the chart renders is started as processes of this machine: the same arguments, settings, files and probes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store import db
+from tests.conftest import ROOT, free_port
+from tests.deploy.helm import helm
+from tests.deploy.tools import DEPLOY
+
+READY_S = 60
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    with helm(tmp_path_factory.mktemp("helm")) as started:
+        return started.render({"postgres": {"enabled": True}})
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> Path:
+    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    command = [DEPLOY / "secrets.sh", tmp_path / "secrets", "db", "st-runtime-0"]
+    subprocess.run(command, env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+    (tmp_path / "secrets/platform/STACCATO_DATABASE_URL").write_text(f"sqlite:///{tmp_path}/s.db")
+    return tmp_path / "secrets"
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started = []
+
+    def begin(*command: object, **settings: str) -> subprocess.Popen[bytes]:
+        ours = {key: value for key, value in os.environ.items() if not key.startswith("STACCATO_")}
+        environment = ours | {"PYTHONPATH": str(ROOT)} | settings
+        started.append(subprocess.Popen([str(word) for word in command], env=environment))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.terminate()
+        process.wait(20)
+
+
+def container(rendered: list[dict[str, Any]], component: str) -> dict[str, Any]:
+    for found in rendered:
+        if found["kind"] in ("Deployment", "StatefulSet", "Job") and component in found["metadata"]["name"]:
+            (only,) = found["spec"]["template"]["spec"]["containers"]
+            return dict(only)
+    raise LookupError(component)
+
+
+def test_the_charts_bus_ledger_and_scheduler_run_as_they_are_rendered(
+    rendered: list[dict[str, Any]], secrets: Path, tmp_path: Path, start: Start
+) -> None:
+    port = free_port()
+    (text,) = (found["data"]["nats.conf"] for found in rendered if found["kind"] == "ConfigMap")
+    (tmp_path / "nats").mkdir()
+    (tmp_path / "users").symlink_to(secrets / "nats")
+    here = {"0.0.0.0:4222": f"127.0.0.1:{port}", "0.0.0.0:8222": "127.0.0.1:-1", "/data": str(tmp_path / "data")}
+    for there, mapped in here.items():
+        assert there in text
+        text = text.replace(there, mapped)
+    (tmp_path / "nats/nats.conf").write_text(text)
+    start(Path(sysconfig.get_path("scripts")) / "nats-server", "--config", tmp_path / "nats/nats.conf")
+
+    def run(component: str) -> subprocess.Popen[bytes]:
+        one = container(rendered, component)
+        said = {entry["name"]: entry["value"] for entry in one["env"]}
+        (tmp_path / component).mkdir()
+        said["STACCATO_SIGNS"] = str(tmp_path / component)
+        if "STACCATO_SECRETS" in said:
+            said["STACCATO_SECRETS"] = str(secrets / "platform")
+        if "STACCATO_NATS_URL" in said:
+            said["STACCATO_NATS_URL"] = said["STACCATO_NATS_URL"].replace("st-nats:4222", f"127.0.0.1:{port}")
+            said["STACCATO_NATS_CREDENTIALS"] = str(secrets / f"nats/{component}.nk")
+        return start(sys.executable, "-P", DEPLOY / "docker/staccato", *one["args"], **said)
+
+    assert run("migrate").wait(READY_S) == 0
+    assert db.revision(f"sqlite:///{tmp_path}/s.db") == db.head()
+    for component in ("ledger", "scheduler"):
+        process = run(component)
+        probe, sign = container(rendered, component)["readinessProbe"]["exec"]["command"]
+        environment = {"PATH": os.environ["PATH"], "STACCATO_SIGNS": str(tmp_path / component)}
+        deadline = time.monotonic() + READY_S
+        while subprocess.run([DEPLOY / "docker" / probe, sign], env=environment).returncode:
+            assert process.poll() is None and time.monotonic() < deadline, component
+            time.sleep(0.2)
