@@ -48,7 +48,7 @@ class Slack:
     def __init__(self) -> None:
         self._spare_s = _NEVER  # that there is for prompts of those over their share
         self._calm_s = _NEVER  # until others have to go before them
-        self._park_s = 0.0  # that it takes at most to get who is on the device out of it
+        self._park_s = 0.0  # that it takes at most to get one out of the device; whoever is in, or else two take turns
 
     def arrived(self, request: Request, now: float) -> None:
         pass
@@ -126,7 +126,7 @@ class Slack:
         first, others = [], []
         shares = order[0].shares
         shares.room_pages = shares.part_over() * order[0].pool_pages
-        self._park_s = max([_copy_s(model) for model in order if model.phase is _RESIDENT], default=0.0)
+        self._park_s = max([_copy_s(model) for model in order])
         for model in order:
             shares.room_pages = max(0.0, shares.room_pages - _pages_over(model))
             within_s = model.next_due_within(now) - now

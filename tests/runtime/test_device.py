@@ -187,8 +187,8 @@ class Node:
         return pipe.Start(run)
 
     def send(self, *messages: pipe.ToDevice) -> None:
-        for message in messages:
-            self._ours.sendall(pipe._framed(message))
+        """In one piece: the device hears all of them before it decides."""
+        self._ours.sendall(b"".join(map(pipe._framed, messages)))
 
     def when(self, condition: Callable[[], bool], *messages: pipe.ToDevice) -> None:
         """Sent as soon as it is true, after those of the conditions before."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import replace
 
 from runtime.events import Arrived, Cancelled, Expected, Ordered, Placed, Step, Tell, Withdrawn
 from runtime.model import STARVED_S, Phase
@@ -171,6 +173,22 @@ TestAnyOrder, TestAnyOrderBySlack = AnyOrder.TestCase, AnyOrderBySlack.TestCase
 TestAnyOrderByShares = AnyOrderByShares.TestCase
 TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestAnyOrderBySlack.settings = TestAnyOrderByShares.settings = TestAnyOrder.settings
+
+
+def test_two_that_are_about_as_late_do_not_take_turns_at_coming_in() -> None:
+    """Found by the machine above: who was near to being late changed with who was on the device."""
+    state, soon = AnyOrderByShares(), Objective(ttft_s=0.0, tbt_s=1 / 64, patience_s=0.0)
+    arrive = partial(state.arrive, refused=1, handed=False, made=0, tenant="", objective=soon)
+    state.place("a", None, False)
+    arrive("a", prompt=1, refused=0)
+    state.place("b", None, False)
+    state.place("c", None, True)
+    arrive("a", prompt=4, objective=replace(soon, patience_s=100.0))
+    arrive("a", prompt=8)
+    arrive("a", prompt=1, refused=0)
+    arrive("a", prompt=6, refused=0, made=4, tenant="x")
+    arrive("b", prompt=1, objective=replace(soon, patience_s=100.0))
+    state.teardown()
 
 
 # ── nobody starves ────────────────────────────────────────────────────────────────────────────────────────────────────

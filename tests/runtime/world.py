@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from unittest.mock import ANY
 
 from msgspec.structs import replace
@@ -134,13 +135,17 @@ class Engine:
         wanted = sum(growing.pages for growing in (*self.requests.values(), *self.left.values()))
         return Held(self.weights, self.kv, wanted, max(0, self.kv - wanted))
 
+    def fitting(self) -> list[RequestId]:
+        """Who has pages for its next token, in the order in which they came, until the first that has not."""
+        wanted = accumulate(growing.pages for growing in self.requests.values())
+        room = self.kv - sum(growing.pages for growing in self.left.values())
+        return [id for id, pages in zip(self.requests, wanted, strict=True) if pages <= room]
+
     def step(self, finishes: Callable[[RequestId], bool]) -> list[Output]:
-        """A token for each that fits, in the order in which they came, until the first that does not."""
-        outputs, left = [], self.kv - sum(growing.pages for growing in self.left.values())
-        for id, growing in list(self.requests.items()):
-            left -= growing.pages
-            if left < 0:
-                break
+        """A token for each that fits."""
+        outputs = []
+        for id in self.fitting():
+            growing = self.requests[id]
             growing.tokens, growing.made = growing.tokens + 1, growing.made + 1
             finish = Finish.STOP if growing.tokens >= growing.tokens_most or finishes(id) else None
             outputs.append(Output(id, [growing.tokens], finish))
@@ -391,6 +396,8 @@ class World:
         outputs, steps = engine.step(finishes), 1
         while steps < segment and outputs and not prompts and engine.held() == booked:
             if any(output.finish for output in outputs) or self.now + steps * self.step_s >= tick_at:
+                break
+            if len(engine.fitting()) != len(outputs):  # one of them has no page for its next token
                 break
             more, steps = engine.step(finishes), steps + 1
             pairs = zip(outputs, more, strict=True)
