@@ -32,6 +32,7 @@ CANCEL_AGAIN_S = 0.5
 LEASE_TTL_S = 3.0
 QUOTA_TTL_S = 35 * 86_400.0  # longer than a month, for which budgets are
 REQUEST_TIMEOUT_S = 5.0
+USAGE_AGAIN_S = 30  # after which usage that was not acknowledged is delivered again
 FETCH_S = 2.0  # of one pull: a restarted server has forgotten it, so a longer one would wait for nothing
 CONNECT_TIMEOUT_S = 5.0  # to connect first; later the connection is mended for ever
 PAYLOAD_LEAST = 1 << 20  # bytes: a server that carries less is refused at start
@@ -370,8 +371,11 @@ class Bus:
             raise BusError(f"usage of {usage.request} not stored: {error}") from error
 
     async def usage_batches(self, consumer: str, most: int) -> AsyncIterator[UsageBatch]:
-        """Endless: batches in the order of the stream, redelivered after 30 s unless acknowledged."""
-        config = ConsumerConfig(ack_wait=30, max_ack_pending=10_000)
+        """Endless: batches in the order of the stream, redelivered after 30 s unless acknowledged.
+
+        What no reader will ever understand is logged and, with its batch, acknowledged. What another version of this
+        process wrote stays in the stream, and is offered every 30 s, until a process that understands it reads it."""
+        config = ConsumerConfig(ack_wait=USAGE_AGAIN_S, max_ack_pending=10_000)
         subscription = await self._js.pull_subscribe(
             wire.usage_subject(">"), durable=consumer, stream=wire.USAGE_STREAM, config=config
         )
@@ -384,8 +388,17 @@ class Bus:
                 log.warning("usage.fetch_failed", error=f"{type(error).__name__}: {error}")
                 await asyncio.sleep(0.5)
                 continue
-            usages = [usage for message in messages if (usage := await _usage(message))]
-            yield UsageBatch(usages, messages)
+            usages, read = [], []
+            for message in messages:
+                try:
+                    usages.append(wire.decode(wire.Usage, message.data))
+                except wire.OtherVersion as error:
+                    log.error("usage.other_version", subject=message.subject, error=str(error))
+                    continue
+                except wire.WireError as error:
+                    log.error("usage.unreadable", subject=message.subject, error=str(error))
+                read.append(message)
+            yield UsageBatch(usages, read)
 
 
 def _identity(credentials: Path | None) -> dict[str, str]:
@@ -403,12 +416,3 @@ def redacted(url: str) -> str:
     """The URL without the password or token in it."""
     scheme, _, rest = url.rpartition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}"
-
-
-async def _usage(message: Msg) -> wire.Usage | None:
-    """None for a message no reader will ever understand: it is logged and, with the batch, acknowledged."""
-    try:
-        return wire.decode(wire.Usage, message.data)
-    except wire.WireError as error:
-        log.error("usage.unreadable", subject=message.subject, error=str(error))
-        return None

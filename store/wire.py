@@ -542,6 +542,10 @@ class WireError(ValueError):
     """A message that is not what its subject promises: names the type, and what was wrong."""
 
 
+class OtherVersion(WireError):
+    """Another process would understand it."""
+
+
 def replace(message: M, **changes: Any) -> M:
     """A copy with other values."""
     return msgspec.structs.replace(message, **changes)
@@ -552,7 +556,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(kind: type[M], data: bytes) -> M:
-    """Raises WireError on another type, another version or bytes that are no message."""
+    """Raises WireError on another type or bytes that are no message, OtherVersion."""
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
@@ -561,7 +565,7 @@ def decode(kind: type[M], data: bytes) -> M:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"{kind.__name__}: {len(data)} bytes do not decode: {error}") from error
     if message.v != VERSION:
-        raise WireError(
+        raise OtherVersion(
             f"{kind.__name__} has version {message.v}, this process speaks {VERSION}: upgrade the older one"
         )
     return message

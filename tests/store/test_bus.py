@@ -161,6 +161,27 @@ async def test_usage_survives_a_killed_server_and_comes_again_until_it_is_acknow
         await batches.aclose()
 
 
+async def test_usage_of_another_version_waits_for_who_understands_it(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_module, "USAGE_AGAIN_S", 1)
+    async with Bus.connect(nats_server.url, "test") as bus:
+        await bus.publish_usage(usage("q0"))
+        await bus.publish_usage(wire.replace(usage("q1"), v=wire.VERSION + 1))
+        await bus._js.publish(wire.usage_subject("t"), b"no message at all")
+        batches = bus.usage_batches("ledger", 10)
+        first = await anext(batches)
+        await first.ack()
+        assert [u.request for u in first.usages] == ["q0"]
+        monkeypatch.setattr(wire, "VERSION", wire.VERSION + 1)  # upgraded
+        while not (later := await anext(batches)).usages:
+            await later.ack()
+        await later.ack()
+        assert [u.request for u in later.usages] == ["q1"]
+        assert len(later.messages) == 1, "what nobody can read came again"
+        await batches.aclose()
+
+
 def test_a_message_of_another_version_is_refused_by_name() -> None:
     data = wire.encode(wire.GatewayAlive(gateway="g", v=2))
     with pytest.raises(wire.WireError, match="GatewayAlive has version 2, this process speaks 1"):
