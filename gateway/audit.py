@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,7 @@ from store import audit
 from store.audit import Entry, Link
 
 HEAD = r"^\d{1,18}:[0-9a-f]{64}$"
+ORDER = Query("order", Literal["oldest", "newest"], "Which comes first; the oldest unless it is said.")
 NOTED = Query("head", Annotated[str, Meta(pattern=HEAD)], "A `head` of an earlier answer, through which it must pass.")
 
 
@@ -43,12 +44,14 @@ class ShownVerdict(Shown, frozen=True, kw_only=True):
     flaw: str | None
 
 
-@Operation(Page[ShownEntry], query=(OF_TENANT,), paged=True)
+@Operation(Page[ShownEntry], query=(OF_TENANT, ORDER), paged=True)
 async def listed(call: Call) -> Response:
-    """List what was done, oldest first."""
-    tenant_id = await call.tenant_id()
+    """List what was done."""
+    tenant_id, order = await call.tenant_id(), call.query("order", "oldest")
+    if order not in ("oldest", "newest"):
+        raise invalid("?order", f"{order!r} is neither oldest nor newest")
     async with call.database.read() as connection:
-        found = await audit.listed(connection, tenant_id, call.after, call.limit + 1)
+        found = await audit.listed(connection, tenant_id, call.after, call.limit + 1, order == "newest")
     return call.page(found, lambda entry: show(entry, tenant_id))
 
 

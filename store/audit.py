@@ -132,12 +132,16 @@ def _tenant_end(tenant_id: str) -> AnySelect:
 _COLUMNS = tuple(audit.c[name] for name in Entry.__dataclass_fields__)
 
 
-async def listed(connection: AsyncConnection, tenant_id: str | None, after: str, most: int) -> list[Entry]:
-    """In the order of the chain: what follows the row with the id `after`, of one tenant or (None) all."""
+async def listed(
+    connection: AsyncConnection, tenant_id: str | None, after: str, most: int, newest_first: bool = False
+) -> list[Entry]:
+    """In the order of the chain or the other way round: what follows the row with the id `after`, of one tenant or
+    (None) all."""
     place = _place(tenant_id)
-    query = select(*_COLUMNS).where(*_of(tenant_id)).order_by(place).limit(most)
+    query = select(*_COLUMNS).where(*_of(tenant_id)).order_by(place.desc() if newest_first else place).limit(most)
     if after:
-        query = query.where(place > select(place).where(audit.c.id == after, *_of(tenant_id)).scalar_subquery())
+        passed = select(place).where(audit.c.id == after, *_of(tenant_id)).scalar_subquery()
+        query = query.where(place < passed if newest_first else place > passed)
     return [Entry(*row) for row in await connection.execute(query)]
 
 

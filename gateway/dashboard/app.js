@@ -9,9 +9,11 @@ import * as deployments from "./deployments.js";
 import * as coldstarts from "./coldstarts.js";
 import * as objectives from "./objectives.js";
 import * as usage from "./usage.js";
+import * as plan from "./plan.js";
+import * as events from "./events.js";
 import * as playground from "./playground.js";
 
-const PAGES = { now, timeline, pages: pagemap, deployments, "cold-starts": coldstarts, objectives, usage, playground };
+const PAGES = { now, timeline, pages: pagemap, deployments, plan, events, "cold-starts": coldstarts, objectives, usage, playground };
 const THEMES = ["", "light", "dark"];
 
 let leaving = new AbortController();

@@ -99,5 +99,6 @@ function described(one) {
   const conditions = one.status.conditions.map((condition) =>
     h("li", {}, `Revision ${condition.revision}${condition.runtime ? ` on ${condition.runtime}` : ""}: ${condition.message}`),
   );
-  return [h("h2", {}, `${one.tenant}/${one.name}`), h("ul", { class: "alerts" }, ...conditions), h("dl", {}, ...facts)];
+  const events = h("a", { href: `#events?${one.id}` }, "What was done to it");
+  return [h("h2", {}, `${one.tenant}/${one.name}`), h("ul", { class: "alerts" }, ...conditions), h("dl", {}, ...facts), events];
 }

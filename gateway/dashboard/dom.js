@@ -106,3 +106,5 @@ export function choice(label, options, onchange) {
   for (const [value, text] of options) select.append(h("option", { value }, text));
   return Object.assign(h("label", { class: "choice" }, h("span", {}, label), select), { select });
 }
+
+export const labelled = (text, input) => h("label", { class: "choice" }, h("span", {}, text), input);

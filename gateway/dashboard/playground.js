@@ -1,7 +1,7 @@
 // Chat with a deployment. What it says is text, whatever it says.
 
 import { all, ask, events } from "./api.js";
-import { choice, h, head, setText } from "./dom.js";
+import { choice, h, head, labelled, setText } from "./dom.js";
 import { duration } from "./format.js";
 
 export const title = "Playground";
@@ -108,5 +108,3 @@ export async function show(root, { who, signal, say }) {
   }
   select.select.append(...found.map((one) => h("option", { value: one.id }, who.admin ? `${one.tenant}/${one.name}` : one.name)));
 }
-
-const labelled = (text, input) => h("label", { class: "choice" }, h("span", {}, text), input);

@@ -83,6 +83,10 @@ async def test_pages_are_in_the_order_of_the_chain(plane: Plane) -> None:
     first = made(await plane.admin.get("/audit?limit=2"), 200)
     second = made(await plane.admin.get("/audit", params={"limit": 2, "cursor": first["next_cursor"]}), 200)
     assert [row["seq"] for row in first["data"] + second["data"]] == [1, 2, 3] and second["next_cursor"] is None
+    newest = made(await plane.admin.get("/audit?order=newest&limit=2"), 200)
+    oldest = made(await plane.admin.get(f"/audit?order=newest&cursor={newest['next_cursor']}"), 200)
+    assert [row["seq"] for row in newest["data"] + oldest["data"]] == [3, 2, 1] and oldest["next_cursor"] is None
+    assert made(await plane.admin.get("/audit?order=best"), 422)["errors"][0]["pointer"] == "?order"
 
 
 async def test_what_was_changed_in_the_database_is_found(plane: Plane) -> None:
