@@ -103,4 +103,4 @@ def test_every_module_that_is_asked_for_is_there() -> None:
 
 def test_no_module_is_too_long_to_be_read_at_once() -> None:
     lines = {path.name: path.read_text().count("\n") for path in FOLDER.glob("*.js")}
-    assert max(lines.values()) <= 350 and sum(lines.values()) < 1800
+    assert max(lines.values()) <= 350 and sum(lines.values()) < 2000
