@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -79,6 +83,54 @@ def test_a_file_gets_a_line_for_each_span(tmp_path: Path, monkeypatch: pytest.Mo
             traces.root("inference", str(uuid7()), "").end()
     lines = [json.loads(line) for line in (tmp_path / "spans").read_text().splitlines()]
     assert [line["resource"]["attributes"]["service.name"] for line in lines] == ["staccato-one", "staccato-two"]
+
+
+def test_a_collector_gets_the_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OTLP over HTTP, as collectors take it."""
+    service = pytest.importorskip(
+        "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="the extra otlp is not installed"
+    )
+    got = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            body = gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body
+            got.append((self.path, service.ExportTraceServiceRequest.FromString(body)))
+            self.send_response(200)
+            self.send_header("content-type", "application/x-protobuf")
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        monkeypatch.delenv("STACCATO_TRACES_TO", raising=False)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        request = uuid7()
+        with configured("test") as traces:
+            assert traces is not None
+            traces.root("inference", str(request), CLIENT).end()
+        server.shutdown()
+    ((path, said),) = got
+    (resource,) = said.resource_spans
+    (span,) = resource.scope_spans[0].spans
+    assert (path, span.name, span.trace_id) == ("/v1/traces", "inference", request.bytes)
+    assert [link.trace_id.hex() for link in span.links] == [CLIENT.split("-")[1]]
+
+
+def test_a_collector_that_is_away_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STACCATO_TRACES_TO", raising=False)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    with configured("test") as traces:
+        assert traces is not None
+        began = time.monotonic()
+        for _ in range(2000):
+            traces.root("inference", str(uuid7()), "").end()
+        assert time.monotonic() - began < 60, "one that waited for an answer would take 2000 s"
 
 
 def test_a_share_that_is_none_is_one_clear_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
