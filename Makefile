@@ -32,7 +32,7 @@ up: setup ## serve on loopback until Ctrl-C
 sim: setup ## simulate 88 models on 8 GPUs; `staccato sim --help` has the rest
 	$(BIN)/staccato sim --workload base --gpus 8 --models-per-gpu 11
 
-fast: setup ## compile the simulator: the same results in half the time; until a source is edited
+fast: setup ## compile the simulator: the same results in a fraction of the time; until a source is edited
 	@$(BIN)/python -m runtime.sim.compiled
 
 models: setup ## train the tiny models of the demo again (they are kept in deploy/demo/models)

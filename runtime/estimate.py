@@ -9,13 +9,33 @@ OUTLIER = 10.0  # one observation counts as at most so many times what is believ
 BELIEVED_MOST = 1e3  # times slower, or faster, than the profile says
 
 
+class Times:
+    """What `costs` say of steps, for who asks before each of them: numbers at hand, where a struct looks them up."""
+
+    __slots__ = ("_step_s", "_per_request_s", "_per_token_s", "_prefill_s", "_per_prompt_s", "_per_prompt2_s")
+
+    def __init__(self, costs: ModelCosts) -> None:
+        self._step_s: float = costs.step_s
+        self._per_request_s: float = costs.step_s_per_request
+        self._per_token_s: float = costs.step_s_per_token
+        self._prefill_s: float = costs.prefill_s
+        self._per_prompt_s: float = costs.prefill_s_per_token
+        self._per_prompt2_s: float = costs.prefill_s_per_token2
+
+    def step(self, requests: int, context: int) -> float:
+        return self._step_s + self._per_request_s * requests + self._per_token_s * context
+
+    def prefill(self, tokens: int) -> float:
+        return self._prefill_s + (self._per_prompt_s + self._per_prompt2_s * tokens) * tokens
+
+
 class Estimate:
     """What one model costs on one device: as its costs say, times what experience says of them."""
 
-    __slots__ = ("costs", "_step", "_prefill", "_load")
+    __slots__ = ("costs", "_times", "_step", "_prefill", "_load")
 
     def __init__(self, costs: ModelCosts) -> None:
-        self.costs = costs
+        self.costs, self._times = costs, Times(costs)
         self._step, self._prefill, self._load = _Ratio(), _Ratio(), _Ratio()
 
     @property
@@ -23,10 +43,10 @@ class Estimate:
         return self.costs.switch_s
 
     def step(self, requests: int, context: int) -> float:
-        return self.costs.step(requests, context) * self._step.value
+        return self._times.step(requests, context) * self._step.value
 
     def prefill(self, tokens: int) -> float:
-        return self.costs.prefill(tokens) * self._prefill.value
+        return self._times.prefill(tokens) * self._prefill.value
 
     def load(self, missing_bytes: int) -> float:
         return self.costs.load(missing_bytes) * self._load.value
@@ -35,12 +55,12 @@ class Estimate:
         return self.costs.copy_s_per_byte * kv_bytes
 
     def observe_step(self, requests: int, context: int, took_s: float) -> None:
-        self._step.observe(self.costs.step(requests, context), took_s)
+        self._step.observe(self._times.step(requests, context), took_s)
 
     def observe_prefill(self, tokens: int, requests: int, context: int, took_s: float) -> None:
         """A step with `tokens` of prompts in it, and beside them `requests` that got a token, of so much context."""
         beside_s = self.step(requests, context) - self.step(0, 0)
-        self._prefill.observe(self.costs.prefill(tokens), took_s - beside_s)
+        self._prefill.observe(self._times.prefill(tokens), took_s - beside_s)
 
     def observe_load(self, loaded_bytes: int, took_s: float) -> None:
         self._load.observe(self.costs.load(loaded_bytes), took_s)

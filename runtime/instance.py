@@ -11,8 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import assert_never
 
-from msgspec.structs import replace
-
 from runtime.account import Account
 from runtime.costs import ModelCosts
 from runtime.engine.base import Held
@@ -297,7 +295,7 @@ class Instance:
         """While pages are on their way the books know more than the engine."""
         if model.phase in MOVING:
             booked = self.pages.of(model.key)
-            held = replace(held, weights=booked.weights, kv=booked.kv)
+            held = Held(booked.weights, booked.kv, held.kv_wanted, held.kv_spare)
         self.pages.settle(model.key, held)
         return []
 

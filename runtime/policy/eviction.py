@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import msgspec
 
@@ -42,7 +41,7 @@ class Holding(msgspec.Struct, frozen=True):
     reload_s: float = 0.0  # to bring it back
 
 
-class _Offer(NamedTuple):
+class _Offer(msgspec.Struct, frozen=True):
     action: Action
     pages: int
     weights: int = 0  # of them, if it is a park
@@ -97,7 +96,7 @@ def _exactly(short: int, taken: list[_Offer]) -> list[Action]:
     actions = [offer.action for offer in taken]
     excess = _pages(taken) - short
     if excess > 0 and actions and not isinstance(last := actions[-1], Park):
-        actions[-1] = msgspec.structs.replace(last, pages=last.pages - excess)
+        actions[-1] = type(last)(last.model, last.pages - excess)
     return actions
 
 

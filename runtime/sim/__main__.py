@@ -415,5 +415,6 @@ def _text(value: object) -> str:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the other processes end with this one
-    start_again()
+    if sys.argv[1:2] != ["replay"]:  # which reads events, and the compiled ones can't be read
+        start_again()
     main()

@@ -9,18 +9,21 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from runtime.sim.native import enums, fields, native
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("runtime", "store")
-COMPILED = (  # what runs for every event, but for structs and protocols, from which mypyc makes nothing
-    *(f"runtime/{name}.py" for name in ("attainment", "cluster", "estimate", "instance", "model", "pages")),
-    *(f"runtime/{name}.py" for name in ("request", "requests", "rooms")),
+VALUES = tuple(f"runtime/{name}.py" for name in ("engine/base", "events", "policy/eviction", "request"))
+COMPILED = (  # what runs for every event; of VALUES the structs, too: a simulation neither writes nor reads them
+    *(f"runtime/{name}.py" for name in ("account", "attainment", "cluster", "engine/base", "estimate")),
+    *(f"runtime/{name}.py" for name in ("events", "instance", "model", "pages", "request", "requests", "rooms")),
+    "runtime/shares.py",
     *(
         f"runtime/policy/{name}.py"
         for name in ("dispatch", "eviction", "idle", "migration", "prefetch", "scaling", "slack", "turns")
@@ -51,10 +54,7 @@ def build(root: Path = ROOT) -> Path:
     made.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=made.parent) as name:
         fresh = Path(name) / "fresh"
-        for path in _sources(root):
-            copy = fresh / path.relative_to(root)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(_without_slots(path.read_text()))
+        _copy(root, fresh)
         (fresh / "deploy").symlink_to(root / "deploy")
         _compile(fresh)
         (fresh / DONE).touch()
@@ -63,14 +63,18 @@ def build(root: Path = ROOT) -> Path:
     return made
 
 
-def _without_slots(source: str) -> str:
-    """Native classes have slots anyway, and can't be made anew to get them, as a dataclass would be."""
-    return re.sub(r"^@dataclass\((.*)slots=True(?:, )?", r"@dataclass(\1", source, flags=re.MULTILINE)
+def _copy(root: Path, fresh: Path) -> None:
+    sources = {path.relative_to(root).as_posix(): path.read_text() for path in _sources(root)}
+    of, members_of = fields([sources[name] for name in COMPILED if name in sources]), enums(sources.values())
+    for name, source in sources.items():
+        path = fresh / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(native(source, of, members_of, name in VALUES) if name in COMPILED else source)
 
 
 def _compile(fresh: Path) -> None:
     command = [sys.executable, "-m", "mypyc", *COMPILED]
-    environment = {**os.environ, "MYPYC_OPT_LEVEL": "2"}
+    environment = {**os.environ, "MYPYC_OPT_LEVEL": "2", "MYPYC_DEBUG_LEVEL": "0"}
     done = subprocess.run(
         command,
         cwd=fresh,
@@ -97,7 +101,9 @@ def start_again() -> None:
         return
     made = folder()
     if not (made / DONE).exists():
-        print("note: interpreted; `make fast` compiles the simulator, and it runs twice as fast", file=sys.stderr)
+        print(
+            "note: interpreted; `make fast` compiles the simulator, and it runs several times as fast", file=sys.stderr
+        )
         return
     os.execve(sys.executable, [sys.executable, "-m", "runtime.sim", *sys.argv[1:]], environment(made))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from runtime.costs import ModelCosts
 from runtime.engine.base import Held, Output
+from runtime.estimate import Times
 from runtime.request import Request, RequestId
 from store.wire import Finish
 
@@ -30,6 +31,7 @@ class Engine:
 
     __slots__ = (
         "costs",
+        "_times",
         "weights_pages",
         "weights",
         "kv",
@@ -46,7 +48,8 @@ class Engine:
     )
 
     def __init__(self, costs: ModelCosts, page_bytes: int) -> None:
-        self.costs, self._page_bytes, self._token_bytes = costs, page_bytes, costs.kv_bytes_per_token
+        self.costs, self._times = costs, Times(costs)
+        self._page_bytes, self._token_bytes = page_bytes, costs.kv_bytes_per_token
         self.weights_pages = -(-costs.weight_bytes // page_bytes)
         self.weights = self.kv = 0
         self.here = False
@@ -100,20 +103,22 @@ class Engine:
 
     def plan(self, most: int, batched_tokens: int) -> tuple[int, float]:
         """How many equal steps come next, at most `most`, and what each takes. None if it lacks pages."""
-        count, costs, room = len(self.streams), self.costs, self._room()
+        count, times, room = len(self.streams), self._times, self._room()
         if self._aside or room < self._prompt_tokens + count - len(self._prompts):
             self._fit()
             count, room = len(self.streams), self._room()
         if self._prompts:
             tokens, older = self._prompt_tokens, count - len(self._prompts)
             if room < tokens + older:
-                return 0, costs.step_s
-            beside_s = costs.step(older, self._context) - costs.step_s if older else 0.0
-            return 1, costs.prefill(min(tokens, batched_tokens)) + beside_s
+                return 0, self.costs.step_s
+            beside_s = times.step(older, self._context) - self.costs.step_s if older else 0.0
+            return 1, times.prefill(min(tokens, batched_tokens)) + beside_s
         if not count:
-            return 0, costs.step_s
-        steps = min(most, AHEAD, max(0, room) // count, min([stream.left for stream in self.streams.values()]))
-        return steps, costs.step(count, self._context)
+            return 0, self.costs.step_s
+        steps = min(most, AHEAD, max(0, room) // count)
+        for stream in self.streams.values():
+            steps = min(steps, stream.left)
+        return steps, times.step(count, self._context)
 
     def run(self, steps: int, batched_tokens: int) -> list[Output]:
         """What these steps make."""
@@ -150,7 +155,7 @@ class Engine:
 
     def _room(self) -> int:
         """Tokens that can be added to those that have keys and values."""
-        return int(self.kv * self._page_bytes // (self._token_bytes or 1)) - self._context
+        return int(float(self.kv * self._page_bytes) // (self._token_bytes or 1.0)) - self._context
 
     def _fit(self) -> None:
         """Who came last steps aside while there is no room for its next token, as vLLM and our scheduler have it."""

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.costs import Law, ModelCosts, ModelSize, Profile, load_profile, model_size, unknown
-from runtime.estimate import Estimate
+from runtime.estimate import Estimate, Times
 from store.wire import EngineSpec
 from tests.conftest import ROOT
 
@@ -185,6 +185,15 @@ def test_whatever_is_observed_estimates_stay_finite_and_not_negative(
         ):
             assert 0 <= s < math.inf
         assert estimate.step(0, 0) > 0 and estimate.prefill(0) > 0
+
+
+@given(costs, counts, counts, counts)
+def test_who_has_the_numbers_at_hand_says_what_the_costs_say(
+    known: ModelCosts, requests: int, context: int, tokens: int
+) -> None:
+    times = Times(known)
+    assert times.step(requests, context) == known.step(requests, context)
+    assert times.prefill(tokens) == known.prefill(tokens)
 
 
 @given(st.floats(0.002, 500), st.lists(st.tuples(st.integers(1, 4096), st.integers(1, 64)), min_size=150, max_size=200))

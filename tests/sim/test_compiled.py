@@ -53,13 +53,6 @@ def test_sources_that_were_edited_have_another_folder(tmp_path: Path) -> None:
     assert sources(tmp_path, "A = 1\n") == before
 
 
-def test_slots_are_left_to_the_compiler_and_nothing_else_is_changed() -> None:
-    source = '@dataclass(slots=True)\n@dataclass(slots=True, eq=False)\n@dataclass(frozen=True)\nslots = "slots=True"\n'
-    assert compiled._without_slots(source) == (
-        '@dataclass()\n@dataclass(eq=False)\n@dataclass(frozen=True)\nslots = "slots=True"\n'
-    )
-
-
 def test_what_cannot_be_compiled_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     made = sources(tmp_path, "A: int = 'no number'\n")
     with pytest.raises(ValueError, match="mypyc failed.*compiler"):
