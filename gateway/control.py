@@ -139,7 +139,7 @@ class Control:
         served = [self._route(endpoint, [endpoint.method]) for endpoint in self.endpoints()]
         described = msgspec.json.encode(openapi.document(self.endpoints()))
         shown = Route("/openapi.json", lambda _: Response(described, media_type="application/json"))
-        return [*served, shown, self._route(Endpoint("*", "/{path:path}", nowhere), list(METHODS))]
+        return [*served, shown, self._route(Endpoint("*", "/{path:path}", nowhere, context=served), list(METHODS))]
 
     def _route(self, endpoint: Endpoint, methods: list[str]) -> Route:
         return Route(endpoint.whole_path, serving(endpoint, self._database, self._auth), methods=methods)
@@ -159,5 +159,11 @@ METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 @Operation(lenient=True)
-async def nowhere(call: Call) -> Response:
-    raise Problem(404, "no_such_route", f"there is no {call.request.method} {call.request.url.path}")
+async def nowhere(call: Call, served: list[Route]) -> Response:
+    asked = call.request
+    there = [route.methods or set() for route in served if route.path_regex.match(asked.url.path)]
+    if there:
+        methods = ", ".join(sorted(set[str]().union(*there)))
+        detail = f"there is no {asked.method} of {asked.url.path}, only {methods}"
+        raise Problem(405, "method_not_allowed", detail, headers={"allow": methods})
+    raise Problem(404, "no_such_route", f"there is no {asked.method} {asked.url.path}")

@@ -12,6 +12,7 @@ const AGAIN_MS = 1000;
 
 export function show(root, { who, signal, say }) {
   let done = [];
+  const names = new Map(); // of what has an id
   const became = [];
   const [, asked = ""] = location.hash.split("?");
   const filter = h("input", { type: "search", value: decodeURIComponent(asked), placeholder: "Filter", ariaLabel: "Filter by any word", oninput: draw });
@@ -45,7 +46,9 @@ export function show(root, { who, signal, say }) {
   }
 
   async function look() {
-    done = (await get(`/audit?order=newest&limit=${ROWS}`, signal)).data.map(entry);
+    const rows = (await get(`/audit?order=newest&limit=${ROWS}`, signal)).data;
+    for (const row of rows) if (nameOf(row)) names.set(row.subject_id, nameOf(row));
+    done = rows.map((row) => entry(row, names));
     draw();
   }
 
@@ -82,13 +85,15 @@ export function show(root, { who, signal, say }) {
   every(2000, signal, look, say);
 }
 
-const entry = (said) => ({
+const nameOf = (said) => said.new?.name ?? said.old?.name;
+
+const entry = (said, names) => ({
   id: said.id,
   seq: said.seq,
   at_us: said.at_us,
   kind: said.kind,
-  tenant: said.new?.tenant ?? said.old?.tenant ?? "",
-  subject: said.new?.name ?? said.old?.name ?? said.subject_id,
+  tenant: names.get(said.tenant_id) ?? "",
+  subject: names.get(said.subject_id) ?? said.subject_id,
   whom: said.subject_id,
   change: difference(said.old, said.new),
   by: said.by,

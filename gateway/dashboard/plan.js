@@ -10,7 +10,7 @@ export const admin = false;
 export async function show(root, { who, signal, say }) {
   const owner = choice("Tenant", [], () => {});
   const model = choice("Model", [], () => {});
-  const [ttft, tbt, context] = ["", "", ""].map((value) => h("input", { type: "number", min: 1, value, placeholder: "default" }));
+  const [ttft, tbt, context] = ["", "", ""].map((value) => h("input", { type: "number", min: 1, value, placeholder: "–" }));
   const verdict = h("p", { id: "fits", role: "status" });
   const facts = h("dl", { class: "inline" });
   const runtimes = new Table("Where it fits", [
@@ -32,7 +32,7 @@ export async function show(root, { who, signal, say }) {
     ],
     "Nobody there has requests now.",
   );
-  const found = h("section", { hidden: true }, verdict, facts, runtimes.element, h("h2", {}, "Whom it would meet"), slows.element);
+  const found = h("section", { hidden: true }, verdict, facts, h("h2", {}, "Where it fits"), runtimes.element, h("h2", {}, "Whom it would meet"), slows.element);
   const form = h(
     "form",
     {

@@ -36,7 +36,7 @@ IN_QUERY = {
 IN_BODY = {"tenant": "tenant", "model": "model"}
 IN_HEADER = {"Last-Event-ID": "event"}
 HARMLESS_QUERY = {
-    *("limit", "from", "to", "group_by", "period", "format", "detail"),
+    *("limit", "order", "from", "to", "group_by", "period", "format", "detail"),
     *("start_time", "end_time", "bucket_width", "page", "user_ids", "batch"),
 }
 HARMLESS_FIELDS = {

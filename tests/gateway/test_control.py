@@ -35,8 +35,11 @@ async def test_a_problem_is_rfc_9457_with_a_code_and_the_request_id(plane: Plane
 
 
 async def test_a_path_or_a_method_that_is_not_there_is_a_problem_too(plane: Plane) -> None:
-    for answer in (await plane.admin.get("/nowhere"), await plane.admin.put("/tenants/x")):
-        assert (answer.status_code, answer.json()["code"]) == (404, "no_such_route")
+    answer = await plane.admin.get("/nowhere")
+    assert (answer.status_code, answer.json()["code"]) == (404, "no_such_route")
+    answer = await plane.admin.put("/tenants/x")
+    assert (answer.status_code, answer.json()["code"]) == (405, "method_not_allowed")
+    assert answer.headers["allow"] == "DELETE, GET, HEAD, PATCH"
 
 
 @pytest.mark.parametrize(
