@@ -41,11 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = Parser(prog="staccato", description="Simulations of fleets of GPUs.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _sim_options(commands.add_parser("sim", help="simulate a fleet, or search how many models a GPU serves"))
-    _plan_options(commands.add_parser("plan", help="how many GPUs the workload of a trace needs"))
-    _replay_options(commands.add_parser("replay", help="decide again what a runtime decided, from its journal"))
+    parser = understood()
     chosen = parser.parse_args(arguments)
     try:
         chosen.command(chosen)
@@ -53,6 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(USAGE, f"error: {error}\n")
     except KeyboardInterrupt:
         parser.exit(130)
+
+
+def understood() -> Parser:
+    parser = Parser(prog="staccato", description="Simulations of fleets of GPUs.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _sim_options(commands.add_parser("sim", help="simulate a fleet, or search how many models a GPU serves"))
+    _plan_options(commands.add_parser("plan", help="how many GPUs the workload of a trace needs"))
+    _replay_options(commands.add_parser("replay", help="decide again what a runtime decided, from its journal"))
+    return parser
 
 
 # ── staccato sim ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -81,6 +86,7 @@ def _sim_options(parser: argparse.ArgumentParser) -> None:
     option("--scale", type=_range, metavar="MIN:MAX", help="GPUs join and leave with the load, from --gpus on")
     option("--faults", type=_count, default=0, metavar="N", help="so many times a GPU dies or hangs, or a move fails")
     option("--check", action="store_true", help="check after every event that the books are right")
+    option("--picture-until", type=_seconds, help="of a single run [until the last token]")
     option("--chrome-trace", type=Path, metavar="FILE", help="who held each GPU when, for a trace viewer")
     option("--capacity", type=_share, metavar="SHARE", help="search the most models per GPU with that attainment")
     option("--by", choices=MEASURES, default="min", help="what --capacity asks for: of tokens, or of first ones too")
@@ -90,6 +96,8 @@ def _sim_options(parser: argparse.ArgumentParser) -> None:
 
 def _sim(chosen: argparse.Namespace) -> None:
     objective = Objective(chosen.ttft, chosen.tbt)
+    if chosen.picture_until and not chosen.picture:
+        raise ValueError("--picture-until says where a picture ends: say --picture FILE.svg")
     if (chosen.same_models or chosen.flood > 1) and not chosen.tenants:
         raise ValueError("--same-models and --flood are about several tenants: say --tenants 1,1")
     scenario = Scenario(_workload(chosen), chosen.gpu, chosen.policy, chosen.gpus, objective)
@@ -98,10 +106,10 @@ def _sim(chosen: argparse.Namespace) -> None:
     changed = _changes(chosen) != Changes(seed=chosen.seed)
     if chosen.capacity is None:
         _sim_once(chosen, scenario, tuning)
-    elif chosen.tenants or chosen.check or chosen.chrome_trace or tuning or changed:
+    elif chosen.tenants or chosen.check or chosen.chrome_trace or chosen.picture_until or tuning or changed:
         raise ValueError(
             "--capacity makes many runs of one policy and tunes it itself: leave out --tenants, --check, "
-            "--chrome-trace, --set, --dispatch, --migrate, --scale and --faults"
+            "--chrome-trace, --picture-until, --set, --dispatch, --migrate, --scale and --faults"
         )
     else:
         _sim_capacity(chosen, scenario)
@@ -142,7 +150,8 @@ def _sim_once(chosen: argparse.Namespace, scenario: Scenario, tuning: Tuning) ->
     if chosen.chrome_trace:
         chosen.chrome_trace.write_bytes(chrome_trace(spans or ()))
     if chosen.picture:
-        chosen.picture.write_text(timeline_svg(spans or ()))
+        title = f"{chosen.policy}: who held each GPU"
+        chosen.picture.write_text(timeline_svg(spans or (), title=title, until_s=chosen.picture_until))
     told = msgspec.to_builtins(result) | {"models": models, "events_per_s": round(result.events / took_s)}
     told["tenants"] = [{"tenant": name} | msgspec.to_builtins(kept) for name, kept in result.tenants.items()]
     if chosen.dispatch:

@@ -95,13 +95,19 @@ _NAMED_MOST = 12  # models in the legend
 Run = tuple[int, int, str]  # [from, to) in steps of _PIXEL, and who had it
 
 
-def timeline_svg(spans: Sequence[Span], width: int = 1200) -> str:
-    """Who held each GPU over time, in a colour for each model; below it, thin, the copies. `width` in pixels."""
+def timeline_svg(
+    spans: Sequence[Span], width: int = 1200, title: str = "Who held each GPU", until_s: float | None = None
+) -> str:
+    """Who held each GPU over time, in a colour for each model; below it, thin, the copies. `width` in pixels.
+
+    With `until_s` from 0 up to there, whatever was held: so pictures can be laid one below the other."""
     across = width - _LEFT - _RIGHT
     if across < 200:
         raise ValueError(f"width is {width}: at least {_LEFT + _RIGHT + 200} are needed")
-    start_s = min((span.start_s for span in spans), default=0.0)
-    end_s = max((span.end_s for span in spans), default=start_s)
+    if until_s is not None:
+        spans = [_cut(span, until_s) for span in spans if span.start_s < until_s]
+    start_s = 0.0 if until_s is not None else min((span.start_s for span in spans), default=0.0)
+    end_s = until_s if until_s is not None else max((span.end_s for span in spans), default=start_s)
     lasted_s = max(end_s - start_s, 1e-9)
     lanes = _by_lane(spans)
     gpus = sorted({span.gpu for span in spans})
@@ -109,7 +115,7 @@ def timeline_svg(spans: Sequence[Span], width: int = 1200) -> str:
     bottom = _TOP + _ROW * len(gpus)
     said = f"{_count(len(gpus), 'GPU')}, {_count(len(models), 'model')}, {lasted_s:.4g} s; thin: copies"
     body = [
-        _words(_LEFT, 26, "Who held each GPU", "title"),
+        _words(_LEFT, 26, title, "title"),
         _words(_LEFT, 46, said, "quiet"),
         _words(width - _RIGHT + 10, 46, "busy", "quiet"),
     ]
@@ -131,6 +137,10 @@ def timeline_svg(spans: Sequence[Span], width: int = 1200) -> str:
     body += _strokes(drawn, _held_s(lanes))
     body += _legend(models, bottom + 44, width)
     return _document(width, bottom + 36 + 22 * _legend_rows(models), "Who held each GPU over time", body)
+
+
+def _cut(span: Span, end_s: float) -> Span:
+    return msgspec.structs.replace(span, end_s=min(span.end_s, end_s))
 
 
 def _middles(top: float) -> tuple[tuple[Lane, float], ...]:

@@ -189,6 +189,15 @@ def test_who_was_on_which_gpu_is_drawn_in_their_colour_where_they_were() -> None
     assert ["100%", "0%"] == [text for text in said(root) if text.endswith("%")]
 
 
+def test_a_timeline_that_ends_at_a_given_time_begins_at_0_and_shows_nothing_later() -> None:
+    spans = [Span(0, "compute", "m0", "decode", 5, 15), Span(0, "compute", "m1", "decode", 15, 20)]
+    root = parsed(timeline_svg(spans, width=328, title="slack", until_s=10.0))  # 200 pixels, 20 for a second
+    paths = {(path.get("stroke"), path.get("class")): path.get("d") for path in root.iter(f"{SVG}path")}
+    assert re.fullmatch(r"M164 [\d.]+h100", paths[colour("m0"), "compute"] or "")
+    assert (colour("m1"), "compute") not in paths
+    assert {"slack", "0 s", "10 s", "50%"} <= set(said(root))
+
+
 def test_up_to_twelve_models_are_in_a_legend() -> None:
     def legend(models: int) -> list[str]:
         spans = [Span(0, "compute", f"m{index}", "decode", index, index + 1) for index in range(models)]
