@@ -13,18 +13,23 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
-from runtime.engine.settings import check_version, engine_args  # isort: skip  (sets vLLM's environment, so: first)
+from runtime.engine.settings import RENDER_WAIT_S, check_version, engine_args  # isort: skip  (sets vLLM's environment, so: first)
 
 import msgspec
 from fastapi import FastAPI
 from starlette.datastructures import State
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+from transformers.utils import chat_template_utils
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.api_router import init_generate_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.api_router import attach_router as attach_chat
@@ -38,7 +43,7 @@ from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import RequestOutput
 from vllm.reasoning import ReasoningParserManager
-from vllm.renderers import renderer_from_config
+from vllm.renderers import hf, renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 from vllm.usage.usage_lib import UsageContext
@@ -50,8 +55,9 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from gateway import templates
 from gateway.dispatch import Dispatcher, Unserved
-from gateway.errors import Problem
+from gateway.errors import Problem, openai_response
 from gateway.fleet import Fleet
 from gateway.meter import Call
 from gateway.metrics import Tally
@@ -66,6 +72,13 @@ from store.wire import NOTHING_SPENT, Delta, EngineSpec, Spent
 
 FRONTS_MOST = 64
 INLINE_MOST = 1 << 62  # bytes: arrays always inside the one buffer we ship
+
+# Where transformers and vLLM compile and try chat templates, the last on the event loop. There is no seam; that it
+# holds is seen in tests/gateway/test_templates.py.
+chat_template_utils._compile_jinja_template = templates.Compiled  # type: ignore[assignment]
+hf._cached_resolve_chat_template_kwargs = templates.variables
+AnthropicServingMessages._detect_merge_inline_system = staticmethod(templates.system_first)  # type: ignore[method-assign]
+hf._CONTENT_FORMATS_MAXSIZE = 4 * FRONTS_MOST  # two for each front: else they are read again, on the event loop
 
 
 def supported_architectures() -> frozenset[str]:
@@ -359,13 +372,31 @@ def _build_llm(spec: EngineSpec, deps: Deps) -> BusLLM:
     return BusLLM(config, BusCore(deps, spec.key))
 
 
+def _instead(llm: BusLLM) -> str | None:
+    """What refuses to chat, in the place of an artefact's template that vLLM must not read; None: it may."""
+    renderer, tokenizer = llm.renderer, llm.renderer.tokenizer
+    if not isinstance(renderer, hf.HfRenderer) or tokenizer is None:
+        return None
+    for tools in (None, []):  # an artefact may have a template of its own for those with tools
+        own = hf.resolve_chat_template(tokenizer, None, tools, model_config=llm.model_config)
+        if own is not None and (fault := templates.fault(own)):
+            refusing = templates.refusing(fault)
+            templates.system_first(refusing)  # so that it is known when the event loop asks
+            return refusing
+    return None
+
+
 async def _build_front(spec: EngineSpec, dressing: Dressing, deps: Deps) -> Front:
     llm = await asyncio.to_thread(_build_llm, spec, deps)  # reads files; the first of an architecture takes seconds
+    rendering = partial(asyncio.get_running_loop().run_in_executor, llm.renderer._executor)  # one thread, of this front
+    template = await rendering(_instead, llm)
     arguments = ["--model", spec.path, "--max-model-len", str(spec.max_model_len), "--enable-prompt-tokens-details"]
     if dressing.tool_parser:
         arguments += ["--enable-auto-tool-choice", "--tool-call-parser", dressing.tool_parser]
     if dressing.reasoning_parser:
         arguments += ["--reasoning-parser", dressing.reasoning_parser]
+    if template:
+        arguments += ["--chat-template", template]
     args = _vllm_args(arguments)
     state = State()
     state.engine_client, state.vllm_config, state.args, state.tool_server = llm, llm.vllm_config, args, None
@@ -374,15 +405,15 @@ async def _build_front(spec: EngineSpec, dressing: Dressing, deps: Deps) -> Fron
         llm.model_config,
         llm.renderer,
         request_logger=None,
-        chat_template=None,
+        chat_template=template,
         chat_template_content_format="auto",
         enable_auto_tools=bool(dressing.tool_parser),
         tool_parser=dressing.tool_parser,
         reasoning_parser=dressing.reasoning_parser,
     )
-    await asyncio.to_thread(state.online_renderer.warmup)
+    await rendering(state.online_renderer.warmup)
     state.serving_tokenization = ServingTokenization(
-        state.openai_serving_models, state.online_renderer, chat_template=None, chat_template_content_format="auto"
+        state.openai_serving_models, state.online_renderer, chat_template=template, chat_template_content_format="auto"
     )
     await init_generate_state(llm, state, args, None, ("generate",), {})
     state.enable_server_load_tracking = False
@@ -428,7 +459,17 @@ def _vllm_app() -> ASGIApp:
     for attach in (attach_chat, attach_completions, attach_responses, attach_messages, attach_tokenize):
         attach(app)
     init_exception_handler(app)
+    app.add_exception_handler(TimeoutError, _waited)
     return app.build_middleware_stack()
+
+
+async def _waited(request: Request, error: Exception) -> Response:
+    """The one wait that vLLM bounds: for the front's rendering thread."""
+    detail = (
+        f"the model's chat template was busy with other requests for {RENDER_WAIT_S} s: come again, or let it loop less"
+    )
+    problem = Problem(503, "template_busy", detail, headers={"retry-after": "2"})
+    return openai_response(problem, request.headers.get("x-request-id", ""))
 
 
 def _vllm_args(arguments: list[str]) -> Namespace:

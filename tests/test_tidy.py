@@ -47,6 +47,7 @@ HOMES = {
     "cupy": r"runtime/memory/kernels\.py",
     "opentelemetry": r"store/tracing\.py",
     "fastapi": r"gateway/front\.py",
+    "jinja2": r"gateway/(rendering|templates)\.py",
     "pyarrow": r"runtime/sim/trace\.py|gateway/formats\.py",
 }
 # The handle of a transaction goes through the gateway's hands, from `store.db` to the rest of `store`.

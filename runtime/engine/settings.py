@@ -9,6 +9,7 @@ from typing import Any
 os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"  # whatever is set: its other logs carry requests
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # where set, it overrules the kv_cache_memory_bytes of each engine
+os.environ["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"] = "8"  # s, waiting for a front's rendering thread included
 
 import vllm
 from vllm.engine.arg_utils import EngineArgs
@@ -16,6 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from runtime.engine.base import EngineError
 from store.wire import EngineSpec
 
+RENDER_WAIT_S = int(os.environ["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"])
 VERSION_LEAST, VERSION_BELOW = (0, 32, 0), (0, 33, 0)
 
 

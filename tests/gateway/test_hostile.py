@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,11 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from store import wire
 from store.wire import ModelState, Residency
 from tests.gateway.plane import Plane, made
-from tests.gateway.test_front import FAQ, asked, runs_of
+from tests.gateway.test_front import FAQ, asked, completed, runs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM and torch, which the front imports
 
+CHAT = {"model": "chat", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
 RESIDENT = ModelState(residency=Residency.RESIDENT, load_ms=1.0)
 
 
@@ -75,16 +78,61 @@ def _salt(run: wire.Run) -> str:
     ],
 )
 async def test_a_template_is_no_program(plane: Plane, tmp_path: Path, template: str) -> None:
-    folder, mark = tmp_path / "model", tmp_path / "mark"
+    mark = tmp_path / "mark"
+    key, _ = await deployed(
+        plane, "acme", "evil", with_template(tmp_path / "model", template.replace("MARK", str(mark)))
+    )
+    runs = await runs_of(plane)
+    async with asked(plane, key) as client:
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+        assert answer.status_code == 400, answer.text
+    assert not mark.exists() and not runs
+
+
+def with_template(folder: Path, template: str) -> Path:
+    """An artefact like others, but for its template."""
     shutil.copytree(FAQ, folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = template.replace("MARK", str(mark))
+    config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    key, _ = await deployed(plane, "acme", "evil", folder)
-    runs = await runs_of(plane)
-    async with asked(plane, key) as client:
-        body = {"model": "chat", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
-        answer = await client.post("/v1/chat/completions", json=body)
-        assert 400 <= answer.status_code < 500 or answer.json()["error"]["code"] == "model_failed", answer.text
-    assert not mark.exists() and not runs
+    return folder
+
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (LOOP, "did not end within 3 s"),
+        ("{% if messages[0].content == 'hello' %}" + LOOP + "{% endif %}", "did not end within 3 s"),
+        ("{% set a = messages %}{% set messages = a %}{% for m in messages %}{% endfor %}", "in no circle"),
+    ],
+    ids=["always", "when asked so", "for its readers"],
+)
+async def test_a_template_without_an_end_harms_its_own_chats_alone(
+    plane: Plane, tmp_path: Path, template: str, why: str
+) -> None:
+    good, engine = await deployed(plane, "globex")
+    key, evil = await deployed(plane, "acme", "evil", with_template(tmp_path / "model", template))
+    states = {engine: RESIDENT, evil: RESIDENT}
+    await plane.report(states)
+    await runs_of(plane)
+    globex = {"authorization": f"Bearer {good}"}
+    async with asked(plane, key) as acme:
+        made(await acme.post("/v1/chat/completions", json=CHAT, headers=globex), 200)
+        began = time.monotonic()
+        bad = [asyncio.create_task(acme.post("/v1/chat/completions", json=CHAT)) for _ in range(4)]
+        longest_s = 0.0
+        while not all(task.done() for task in bad):
+            await plane.report(states)  # leases run out
+            asked_at = time.monotonic()
+            made(await acme.post("/v1/chat/completions", json=CHAT, headers=globex), 200)
+            longest_s = max(longest_s, time.monotonic() - asked_at)
+        assert time.monotonic() - began < 15 and longest_s < 2
+        first, *others = (task.result() for task in bad)
+        assert first.status_code == 400 and why in first.text, first.text
+        assert all(why in answer.text or "come again" in answer.text for answer in others)
+        await plane.report(states)
+        await completed(acme, "chat")  # needs no template

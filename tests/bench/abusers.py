@@ -1,0 +1,225 @@
+"""Clients who misbehave, for `bench_abuse.py`: in a process of their own, with the lowest priority, so that what they
+cost is not taken for what they do to the gateway. A job a line in, what became of its connections a line out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import select
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from gateway.limits import raise_open_files
+
+ABUSER = "127.0.0.2"  # its address: limits are of addresses too
+WINDOW_S, PATIENCE_S = 12.0, 30.0
+
+
+@dataclass(frozen=True)
+class Job:
+    port: int
+    key: str
+    kind: str
+    connections: int
+
+
+@dataclass
+class Seen:
+    """What became of the connections."""
+
+    ends: Counter[str] = field(default_factory=Counter)  # the first status, or cut
+    lived_s: list[float] = field(default_factory=list)
+
+
+# ── kinds: what one connection says, piece by piece ───────────────────────────────────────────────────────────────────
+
+Says = Callable[[str], AsyncIterator[bytes]]
+
+
+def head(key: str, *fields: str, path: str = "/v1/completions") -> bytes:
+    lines = (f"POST {path} HTTP/1.1", "host: gateway", f"authorization: Bearer {key}", *fields)
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+async def silence(key: str) -> AsyncIterator[bytes]:
+    return
+    yield b""
+
+
+async def slow_headers(key: str) -> AsyncIterator[bytes]:
+    yield b"POST /v1/completions HTTP/1.1\r\n"
+    while True:
+        await asyncio.sleep(1)
+        yield b"x-a: 1\r\n"
+
+
+async def slow_body(key: str) -> AsyncIterator[bytes]:
+    yield head(key, "content-length: 100000")
+    while True:
+        await asyncio.sleep(1)
+        yield b" "
+
+
+async def unread(key: str) -> AsyncIterator[bytes]:
+    yield b"GET /openapi.json HTTP/1.1\r\nhost: gateway\r\n\r\n"
+
+
+async def unread_stream(key: str) -> AsyncIterator[bytes]:
+    body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 1000, "ignore_eos": True, "stream": True, "logprobs": 5}
+    text = json.dumps(body).encode()
+    yield head(key, f"content-length: {len(text)}") + text
+
+
+async def gigabyte(key: str) -> AsyncIterator[bytes]:
+    yield head(key, "content-length: 1000000000")
+    for _ in range(16_000):
+        yield b" " * 65_536
+
+
+async def gigabyte_chunked(key: str) -> AsyncIterator[bytes]:
+    yield head(key, "transfer-encoding: chunked")
+    for _ in range(16_000):
+        yield b"10000\r\n" + b" " * 65_536 + b"\r\n"
+
+
+async def deep_json(key: str) -> AsyncIterator[bytes]:
+    text = b'{"model": "m", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    yield head(key, f"content-length: {len(text)}", "connection: close") + text
+
+
+async def huge_header(key: str) -> AsyncIterator[bytes]:
+    yield b"GET / HTTP/1.1\r\nx-a: "
+    for _ in range(1000):
+        yield b"a" * 65_536
+
+
+async def pipelining(key: str) -> AsyncIterator[bytes]:
+    while True:
+        yield b"GET /healthz HTTP/1.1\r\n\r\n" * 2000
+
+
+async def endless_template(key: str) -> AsyncIterator[bytes]:
+    """Chats with a model whose template loops without an end when it is told to."""
+    body = {"model": "evil", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 1}
+    text = json.dumps(body).encode()
+    yield head(key, f"content-length: {len(text)}", "connection: close", path="/v1/chat/completions") + text
+
+
+KINDS: dict[str, Says] = {
+    kind.__name__: kind
+    for kind in (
+        silence,
+        slow_headers,
+        slow_body,
+        unread,
+        unread_stream,
+        gigabyte,
+        gigabyte_chunked,
+        deep_json,
+        huge_header,
+        pipelining,
+        endless_template,
+    )
+}
+
+
+# ── one window ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def abuse(job: Job) -> Seen:
+    seen, says = Seen(), KINDS[job.kind]
+    reads = not job.kind.startswith("unread")
+    began = time.monotonic()
+    await asyncio.gather(*(one(job.port, says(job.key), reads, seen) for _ in range(job.connections)))
+    await asyncio.sleep(max(0.0, WINDOW_S - (time.monotonic() - began)))
+    return seen
+
+
+async def one(port: int, says: AsyncIterator[bytes], reads: bool, seen: Seen) -> None:
+    began = time.monotonic()
+    said = bytearray()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(ABUSER, 0), limit=4096)
+    except OSError:
+        seen.ends["not accepted"] += 1
+        return
+    if not reads:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+    async def speak() -> None:
+        with contextlib.suppress(OSError):
+            async for piece in says:
+                writer.write(piece)
+                await writer.drain()
+
+    async def until_cut() -> None:
+        """Who does not read is not told: the system is asked."""
+        hung_up = select.poll()
+        hung_up.register(writer.get_extra_info("socket").fileno(), 0)
+        while not hung_up.poll(0):
+            await asyncio.sleep(0.1)
+
+    async def listen() -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(4096):
+                del said[64:]
+                said.extend(data[:64])
+
+    speaking, listening = asyncio.create_task(speak()), asyncio.create_task(listen() if reads else until_cut())
+    done, _ = await asyncio.wait([listening], timeout=PATIENCE_S)
+    seen.lived_s.append(time.monotonic() - began)
+    seen.ends[(said.split(b" ")[1].decode() if said else "cut") if done else "still there"] += 1
+    for task in (speaking, listening):
+        task.cancel()
+    writer.transport.abort()
+
+
+class Abusers:
+    """The process, as the bench holds it."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            ["nice", "-n", "19", sys.executable, str(Path(__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.process = psutil.Process(self._process.pid)
+
+    def run(self, job: Job) -> Seen:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the abusers' process ended: its error is above")
+        said = json.loads(line)
+        return Seen(Counter(said["ends"]), said["lived_s"])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def main() -> None:
+    raise_open_files()
+    for line in sys.stdin:
+        seen = uvloop.run(abuse(Job(**json.loads(line))))
+        print(json.dumps({"ends": dict(seen.ends), "lived_s": seen.lived_s}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
