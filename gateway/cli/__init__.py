@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import typer
 
-from gateway.cli import audit, billing, chat, deployments, models, profile, serve, sim, tenants
+from gateway.cli import audit, billing, chat, completion, deployments, models, profile, serve, sim, tenants, top
 from gateway.cli.api import CliError
 
 app = typer.Typer(
@@ -39,7 +39,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "sleep": deployments.sleep,
     "wake": deployments.wake,
     "ps": deployments.processes,
+    "top": top.top,
     "chat": chat.chat,
+    "completion": completion.completion,
 }
 SIMULATOR = {"sim": sim.sim, "plan": sim.plan}
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -61,8 +63,9 @@ for name, group in GROUPS.items():
 
 
 def main() -> None:
+    completion.init()
     try:
-        app()
+        app(prog_name="staccato")
     except CliError as error:
         _end(str(error), error.exit_code)
     except BrokenPipeError:  # the reader, as `head`, has enough

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -15,11 +16,14 @@ from gateway.cli.api import RETRYABLE, CliError, Row
 from gateway.cli.deployments import Name, find
 from gateway.cli.options import Json, Key, Tenant, Url, connect
 from gateway.cli.output import at, note, print_json
+from store.series import PARTS
 
 if TYPE_CHECKING:
     import httpx
 
     from gateway.cli.client import Gateway
+
+PARTS_MOST = 3  # of a time, the longest
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,23 @@ class Said:
     ttft_ms: int
     seconds: float
     cold: str  # none | host | disk
+    timing_ms: Mapping[str, float]  # where the time to the first byte went, by Server-Timing
     usage: object
 
     def summary(self) -> str:
+        """`[warm, first token after 41 ms (prefill 38 ms), 12 tokens in 0.5 s, 26 tokens/s]`"""
         start = "warm" if self.cold == "none" else f"cold start from {self.cold}"
-        tokens = at(self.usage, "completion_tokens")
-        return f"[{start}, first token after {self.ttft_ms} ms, {tokens} tokens in {self.seconds:.2f} s]"
+        longest = sorted(self.timing_ms.items(), key=lambda part: -part[1])[:PARTS_MOST]
+        parts = ", ".join(f"{part} {ms:.0f} ms" for part, ms in longest if ms >= 1)
+        first = f"first token after {self.ttft_ms} ms" + (f" ({parts})" if parts else "")
+        speed = "" if self.tokens_per_s is None else f", {self.tokens_per_s:.3g} tokens/s"
+        return f"[{start}, {first}, {at(self.usage, 'completion_tokens')} tokens in {self.seconds:.2f} s{speed}]"
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """After the first one; None where there is no second."""
+        tokens, rest_s = at(self.usage, "completion_tokens"), self.seconds - self.ttft_ms / 1e3
+        return (tokens - 1) / rest_s if isinstance(tokens, int) and tokens > 1 and rest_s > 0 else None
 
 
 def chat(
@@ -60,7 +75,7 @@ def chat(
             said = ask(gateway, path, {**body, "messages": messages}, echo=not json)
             messages.append({"role": "assistant", "content": said.text})
             if json:
-                print_json(vars(said))
+                print_json({**vars(said), "tokens_per_s": said.tokens_per_s})
             else:
                 note(said.summary())
 
@@ -104,10 +119,18 @@ def ask(gateway: Gateway, path: str, body: Row, echo: bool) -> Said:
                 if echo:
                     typer.echo(piece, nl=False)
         cold = response.headers.get("x-staccato-cold", "none")
+        timing_ms = server_timing(response.headers.get("server-timing", ""))
     if echo:
         typer.echo()
     ended_s = time.monotonic()
-    return Said("".join(pieces), round(((first_s or ended_s) - began_s) * 1e3), ended_s - began_s, cold, usage)
+    ttft_ms = round(((first_s or ended_s) - began_s) * 1e3)
+    return Said("".join(pieces), ttft_ms, ended_s - began_s, cold, timing_ms, usage)
+
+
+def server_timing(header: str) -> dict[str, float]:
+    """Part → milliseconds, but for the sums; what is not understood is left out."""
+    found = re.findall(r"([\w-]+);dur=(\d+(?:\.\d+)?)", header)
+    return {part: float(ms) for part, ms in found if part in PARTS}
 
 
 def events(response: httpx.Response) -> Iterator[Row]:

@@ -25,13 +25,13 @@ T = TypeVar("T")
 class Gateway:
     """One gateway, asked with one key. Every method raises CliError."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str, timeout_s: float = TIMEOUT_S) -> None:
         self.url, self.key = url, key
         # A proxy of the environment is not asked for the way to this machine itself.
         self._http = httpx.Client(
             base_url=url,
             headers={"authorization": f"Bearer {key}"},
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
             trust_env=not on_this_machine(url),
         )
 
@@ -158,10 +158,10 @@ def _parsed(content: bytes) -> Row | None:
 # ── which gateway, whose key ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def connect(url: str | None, key: str | None) -> Gateway:
+def connect(url: str | None, key: str | None, timeout_s: float = TIMEOUT_S) -> Gateway:
     settings = load()
     url = (url or settings.url).rstrip("/")
-    return Gateway(url, key or local_key(settings, url))
+    return Gateway(url, key or local_key(settings, url), timeout_s)
 
 
 def local_key(settings: Settings, url: str) -> str:

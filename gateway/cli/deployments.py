@@ -13,10 +13,11 @@ from uuid import UUID
 import typer
 
 from gateway.cli.api import CONFLICT, RETRYABLE, USAGE, CliError, Row
+from gateway.cli.completion import deployment_names
 from gateway.cli.models import absolute, is_source, register
 from gateway.cli.options import Duration, Json, Key, Tenant, Url, connect, route
 from gateway.cli.output import at, note, print_json, print_row, print_rows, text
-from gateway.cli.progress import waiting
+from gateway.cli.progress import expected
 from store.series import PARTS
 
 if TYPE_CHECKING:
@@ -112,7 +113,11 @@ class Priority(StrEnum):
     batch = "batch"
 
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The deployment's name or id.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="The deployment's name or id.", autocompletion=deployment_names)
+]
+Wait = Annotated[bool, typer.Option(help="Until it serves.")]
+Timeout = Annotated[float, typer.Option(min=1, help="Seconds to wait.")]
 
 
 def deploy(
@@ -144,8 +149,8 @@ def deploy(
         ),
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Say what it would be, and make nothing.")] = False,
-    wait: Annotated[bool, typer.Option(help="Until it serves.")] = True,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait.")] = 300,
+    wait: Wait = True,
+    timeout: Timeout = 300,
     url: Url = None,
     key: Key = None,
     json: Json = False,
@@ -175,7 +180,7 @@ def deploy(
             return
         row = gateway.post(route("deployments"), body)
         if wait:
-            row = until_serving(gateway, row, timeout)
+            row = until(SERVING, gateway, row, timeout, f"deploying {name}")
     for warning in messages(row, "ObjectiveUnmeetable"):
         note(f"warning: {warning}")
     if json:
@@ -258,19 +263,26 @@ def registered(gateway: Gateway, source: str) -> str:
         return name
 
 
-def until_serving(gateway: Gateway, row: Row, timeout_s: float) -> Row:
-    """The deployment once it serves. Raises CliError when it failed, or does not serve in time."""
+def until(phases: tuple[str, ...], gateway: Gateway, row: Row, timeout_s: float, doing: str) -> Row:
+    """The deployment once it is in one of these. Raises CliError when it failed, or is not there in time."""
     name, deadline_s = text(row["name"]), time.monotonic() + timeout_s
-    with waiting(f"deploying {name}"):
-        while at(row, "status.phase") not in SERVING:
-            if at(row, "status.phase") == "failed":
+    with expected(doing, _last_time_s(row)) as tell:
+        while at(row, "status.phase") not in phases:
+            phase = text(at(row, "status.phase"))
+            if phase == "failed":
                 raise CliError(f"{name} failed: {failure(row)}")
             if time.monotonic() > deadline_s:
-                phase = text(at(row, "status.phase"))
                 raise CliError(f"{name} is still {phase} after {timeout_s:g} s: see `staccato show {name}`", RETRYABLE)
+            tell(phase)
             time.sleep(POLL_S)
             row = gateway.get(route("deployments", text(row["id"])))
     return row
+
+
+def _last_time_s(row: Row) -> float | None:
+    """How long its last way to the device took: the next one will, too."""
+    took_ms = at(row, "status.last_cold_start_ms")
+    return took_ms / 1000 if isinstance(took_ms, int | float) else None
 
 
 def failure(row: Row) -> str:
@@ -339,16 +351,30 @@ def sleep(name: Name, tenant: Tenant = None, url: Url = None, key: Key = None, j
         _order(gateway, name, tenant, "sleep", json)
 
 
-def wake(name: Name, tenant: Tenant = None, url: Url = None, key: Key = None, json: Json = False) -> None:
+def wake(
+    name: Name,
+    tenant: Tenant = None,
+    wait: Wait = True,
+    timeout: Timeout = 300,
+    url: Url = None,
+    key: Key = None,
+    json: Json = False,
+) -> None:
     """Load a deployment before its first request comes."""
     with connect(url, key) as gateway:
-        _order(gateway, name, tenant, "wake", json)
+        answer = _ordered(gateway, name, tenant, "wake")
+        if wait:
+            answer = until(("awake",), gateway, answer, timeout, f"waking {name}")
+        print_row(answer, DEPLOYMENT, json)
 
 
 def _order(gateway: Gateway, name: str, tenant: str | None, order: str, json: bool, body: Row | None = None) -> None:
+    print_row(_ordered(gateway, name, tenant, order, body), DEPLOYMENT, json)
+
+
+def _ordered(gateway: Gateway, name: str, tenant: str | None, order: str, body: Row | None = None) -> Row:
     row = find(gateway, name, tenant)
-    answer = gateway.post(route("deployments", text(row["id"]), verb=f":{order}"), body)
-    print_row(answer, DEPLOYMENT, json)
+    return gateway.post(route("deployments", text(row["id"]), verb=f":{order}"), body)
 
 
 def processes(url: Url = None, key: Key = None, json: Json = False) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import typer
 
 from gateway.cli.api import Row
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def print_json(value: object) -> None:
@@ -20,11 +24,12 @@ def print_rows(rows: Sequence[Row], columns: Mapping[str, str], as_json: bool) -
     if as_json:
         print_json(list(rows))
         return
-    table = [[text(at(row, path)) for path in columns.values()] for row in rows]
     if sys.stdout.isatty():
-        _print_table(list(columns), table)
+        from rich.console import Console
+
+        Console().print(table_of(rows, columns))
     else:
-        _print_columns([list(columns), *table])
+        _print_columns([list(columns), *_cells(rows, columns)])
 
 
 def print_row(row: Row, columns: Mapping[str, str], as_json: bool) -> None:
@@ -62,15 +67,19 @@ def text(value: object) -> str:
     return str(value)
 
 
-def _print_table(titles: Sequence[str], table: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
+def table_of(rows: Sequence[Row], columns: Mapping[str, str]) -> Table:
+    """For a terminal."""
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(*titles, box=None, pad_edge=False, header_style="bold")
-    for line in table:
+    shown = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for line in _cells(rows, columns):
         shown.add_row(*map(Text, line))  # as Text: a tenant's name is no markup
-    Console().print(shown)
+    return shown
+
+
+def _cells(rows: Sequence[Row], columns: Mapping[str, str]) -> list[list[str]]:
+    return [[text(at(row, path)) for path in columns.values()] for row in rows]
 
 
 def _print_columns(lines: Sequence[Sequence[str]]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
@@ -17,3 +18,31 @@ def waiting(message: str) -> Iterator[None]:
 
     with Console(stderr=True).status(message):
         yield
+
+
+@contextlib.contextmanager
+def expected(message: str, lasts_s: float | None) -> Iterator[Callable[[str], None]]:
+    """A bar that is full after `lasts_s`, with the time that is left, to be told from time to time how it stands; a
+    spinner where nobody knows how long it lasts, and nothing when nobody looks."""
+    if not sys.stderr.isatty():
+        yield lambda how: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()]
+    if lasts_s:
+        columns[2:] = [BarColumn(), TextColumn("{task.fields[left]}", markup=False)]
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task, began_s = shown.add_task(message, total=lasts_s, left=""), time.monotonic()
+
+        def tell(how: str) -> None:
+            passed_s = time.monotonic() - began_s
+            left = _left(lasts_s - passed_s) if lasts_s else ""
+            shown.update(task, completed=passed_s, description=f"{message}: {how}", left=left)
+
+        yield tell
+
+
+def _left(rest_s: float) -> str:
+    return f"about {rest_s:.1f} s left" if rest_s > 0 else "longer than the last time"

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -80,6 +81,9 @@ class Runtime:
         return wire.Reply()
 
 
+SAID = {"x-staccato-cold": "disk", "server-timing": "queue;dur=0.200, wake;dur=31.000, total;dur=40.000"}
+
+
 async def say(request: Request) -> StreamingResponse:
     """Stands for vLLM: says in which tenant's endpoint it was asked, and breaks off when told to."""
     body = await request.json()
@@ -95,7 +99,7 @@ async def say(request: Request) -> StreamingResponse:
         yield f"data: {json.dumps({'choices': [], 'usage': {'prompt_tokens': 4, 'completion_tokens': 3}})}\n\n"
         yield "data: [DONE]\n\n"
 
-    return StreamingResponse(answer(), media_type="text/event-stream", headers={"x-staccato-cold": "disk"})
+    return StreamingResponse(answer(), media_type="text/event-stream", headers=SAID)
 
 
 async def serve(settings: config.Settings, started: Callable[[uvicorn.Server], None]) -> None:
@@ -341,9 +345,13 @@ def test_chat_streams_from_the_tenants_endpoint_and_says_how_cold_it_was(
 ) -> None:
     ran = staccato("chat", deployed, "hello")
     assert ran.out == f"{tenant} 1 [bold]messages\n"
-    assert ran.err.startswith("[cold start from disk, first token after") and "3 tokens" in ran.err
+    assert re.fullmatch(
+        r"\[cold start from disk, first token after \d+ ms \(wake 31 ms\), 3 tokens in [\d.]+ s, [\d.e+]+ tokens/s\]\n",
+        ran.err,
+    )
     said = staccato("chat", deployed, "hello", "--json").json
     assert (said["text"], said["cold"], said["usage"]["completion_tokens"]) == (ran.out.strip(), "disk", 3)
+    assert said["timing_ms"] == {"queue": 0.2, "wake": 31.0} and said["tokens_per_s"] > 0
 
 
 def test_a_conversation_keeps_what_was_said(staccato: Staccato, deployed: str, tenant: str) -> None:
