@@ -21,6 +21,7 @@ from tests.e2e.conftest import MODELS, Platform
 
 RUNBOOK = "deploy/RUNBOOK.md"
 NEWCOMER = "run: newcomer"
+pytestmark = pytest.mark.timeout(600)  # it is started twice
 TRACE = pa.table({"t": [0.0, 4.0, 9.0], "model": ["a", "b", "a"], "inp": [900, 200, 60], "out": [40, 90, 20]})
 
 
@@ -86,7 +87,6 @@ def test_the_runbook_rotates_a_key_and_takes_a_gpu_out(followed: Followed) -> No
     assert "DEVICE" in said["Take a GPU out"]
 
 
-@pytest.mark.long
 def test_a_restored_database_has_what_came_after_the_backup_too(followed: Followed) -> None:
     """Last: the platform is started anew."""
     platform = followed.platform
