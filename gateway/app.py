@@ -33,6 +33,7 @@ from gateway.metrics import Metrics
 from gateway.quotas import Quotas
 from gateway.recent import Recent
 from gateway.relay import Relay
+from gateway.sources import Sources
 from store import grants, observe, signs
 from store.bus import Bus, BusError, ended
 from store.db import Database, DatabaseError
@@ -72,7 +73,7 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
         fleet, relay, meter = Fleet(bus), Relay(bus, gateway_id), Meter(bus, settings.data / "gateway.journal")
         engines = Engines(supported_architectures(), tool_parsers(), reasoning_parsers())
         metrics, recent = Metrics(fleet, meter), Recent()
-        control = Control(database, auth, fleet, engines, tuple(settings.model_roots), metrics, recent)
+        control = Control(database, auth, fleet, engines, Sources.of(settings), metrics, recent)
         quotas = Quotas(bus, database, gateway_id)
         bounds = Bounds(settings.body_limit_bytes, settings.body_deadline_s, settings.hold_deadline_s)
         fronts = Fronts(Deps(relay, fleet, gateway_id, settings.resume_deadline_s))

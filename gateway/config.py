@@ -5,6 +5,7 @@ What should not stand in an environment may stand in a file of that name in the 
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 from pathlib import Path
@@ -33,6 +34,13 @@ def _paths(value: object) -> object:
     return [Path(part) for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
 
 
+def _words(value: object) -> object:
+    return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
+_Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)]
+
+
 class Settings(BaseSettings):
     """Read it with `load()`, which turns what is wrong into one sentence."""
 
@@ -46,6 +54,19 @@ class Settings(BaseSettings):
     nats_credentials: Path | None = None  # file of a role's user; a folder with one for each, NAME.nk, for `up`
     admin_key: SecretStr | None = None  # None: the one in DATA/admin.key, made on the first start
     model_roots: Annotated[list[Path], NoDecode, BeforeValidator(_paths)] = []  # tenants may register below these
+    models: Path = Field(
+        default_factory=lambda values: values["data"] / "models"
+    )  # what was imported; runtimes read it
+    models_most: ByteSize | None = None  # bytes of that; None: as much as the disk has
+    model_sources: _Words = ()  # tenants may import what begins so: hf://org/, s3://bucket/models/
+    hf_endpoint: str = "https://huggingface.co"
+    hf_hosts: _Words = (".huggingface.co", ".hf.co")  # to which it may send us on for files; host:port where it is odd
+    hf_token: SecretStr | None = None
+    s3_endpoint: str | None = None  # None: Amazon's, in the region
+    s3_region: str = "us-east-1"
+    s3_key_id: SecretStr | None = None  # None: without a signature
+    s3_secret: SecretStr | None = None
+    s3_session_token: SecretStr | None = None
     runtimes: int = Field(1, ge=0, le=64)
     prefill: int = Field(0, ge=0)  # so many of them compute prompts, and hand requests on to the others
     device_memory: ByteSize = Field(ByteSize(512 << 20), ge=4 << 20)  # each runtime's pool of pages
@@ -61,10 +82,25 @@ class Settings(BaseSettings):
     hold_deadline_s: float = Field(60.0, gt=0)  # longest wait for a model that wakes
     resume_deadline_s: float = Field(60.0, gt=0)  # longest wait of a stream whose runtime died for another one
 
-    @field_validator("data")
+    @field_validator("data", "models")
     @classmethod
     def _absolute(cls, data: Path) -> Path:
         return data.expanduser().absolute()  # children may run elsewhere
+
+    @field_validator("hf_endpoint", "s3_endpoint")
+    @classmethod
+    def _is_endpoint(cls, url: str | None) -> str | None:
+        parts = urlsplit(url or "https://-")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+            raise ValueError("write it as https://host or http://host:port, without a user or a password")
+        return url
+
+    @field_validator("model_sources")
+    @classmethod
+    def _are_sources(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [word for word in words if not word.startswith(("hf://", "s3://"))]:
+            raise ValueError(f"{wrong[0]!r} is no source: write hf://org/ or s3://bucket/prefix/, with commas between")
+        return words
 
     @field_validator("prefill")
     @classmethod
@@ -104,7 +140,7 @@ def load(**overrides: object) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        shown = "" if name == "admin_key" else f" is {str(first['input'])!r}"
+        shown = "" if name in _SECRET else f" is {str(first['input'])!r}"
         reason = first["msg"].removeprefix("Value error, ")
         raise SettingsError(f"{PREFIX}{name.upper()}{shown}: {reason}") from error
 
@@ -120,16 +156,31 @@ def _shown(name: str, value: object) -> str:
         return value.human_readable()
     if isinstance(value, list):
         return os.pathsep.join(map(str, value))
+    if isinstance(value, tuple):
+        return ",".join(value)
     if value is None:
         return _ABSENT[name]
     return redacted(str(value))
 
 
+_SECRET = {"admin_key", "hf_token", "s3_key_id", "s3_secret", "s3_session_token"}
 _ABSENT = {
     "nats_url": "a child of `staccato up`",
     "nats_credentials": "in DATA/nats-users, for that child",
     "admin_key": "in DATA/admin.key",
+    "models_most": "what the disk has",
+    "s3_endpoint": "Amazon's, in the region",
+    **dict.fromkeys(("hf_token", "s3_key_id", "s3_secret", "s3_session_token"), "(none)"),
 }
+
+
+def on_this_machine(url: str) -> bool:
+    """Whether it names a loopback address."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def redacted(url: str) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -35,10 +34,11 @@ from gateway.errors import Problem
 from gateway.events import Feed
 from gateway.export import Exports
 from gateway.fleet import Fleet
+from gateway.imports import Imports
 from gateway.metrics import Metrics
-from gateway.models import Imports
 from gateway.recent import Recent
 from gateway.rollout import Rollout
+from gateway.sources import Sources
 from store.db import Database
 
 
@@ -60,7 +60,7 @@ class Control:
         auth: Auth,
         fleet: Fleet,
         engines: Engines,
-        model_roots: tuple[Path, ...],
+        sources: Sources,
         metrics: Metrics,
         answered: Recent,
     ) -> None:
@@ -69,7 +69,7 @@ class Control:
         self._exports = Exports(database)
         self.rollout = Rollout(database, fleet, auth)
         self.feed = Feed(database, fleet)
-        self._imports = Imports(database, engines.architectures, model_roots)
+        self._imports = Imports(database, engines.architectures, sources)
         self._serving = Serving(fleet, self.rollout, engines.tool_parsers, engines.reasoning_parsers)
 
     @contextlib.asynccontextmanager
@@ -102,7 +102,9 @@ class Control:
             Endpoint("POST", "/models", models.create, context=imports),
             Endpoint("GET", "/models", models.listed, context=imports),
             Endpoint("GET", "/models/{model}", models.get, context=imports),
-            Endpoint("DELETE", "/models/{model}", models.delete),
+            Endpoint("DELETE", "/models/{model}", models.delete, context=imports),
+            Endpoint("POST", "/models/{model}:cancel", models.cancel, context=imports),
+            Endpoint("POST", "/models/{model}:retry", models.retry, context=imports),
             Endpoint("POST", "/deployments", deployments.create, context=serving),
             Endpoint("POST", "/deployments:plan", plan.plan, context=serving),
             Endpoint("GET", "/deployments", deployments.listed, context=serving),

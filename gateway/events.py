@@ -1,4 +1,5 @@
-"""What happens to deployments, as server-sent events: what the audit log says of them, and their phases as they change.
+"""What happens to deployments and models, as server-sent events: what the audit log says of them, the phases of
+deployments as they change, and how far models are that are fetched.
 
 Nothing is queued for a reader. Each keeps its place in the log and the phases that it was told, and is told the rest
 as fast as it reads: rows of the log without a gap, of a phase that changed several times the last. An event of the log
@@ -23,9 +24,10 @@ from gateway.audit import show
 from gateway.errors import Problem, invalid
 from gateway.fleet import Fleet
 from gateway.status import phase
-from store import audit, deployments
+from store import audit, deployments, models
 from store.db import Database, DatabaseError
 from store.deployments import Deployment
+from store.models import Model, Progress
 
 log = structlog.get_logger()
 
@@ -35,7 +37,7 @@ PAUSE_S = 0.1  # leases come in bursts
 BEAT_S = 10.0  # without an event
 KEY_CHECK_S = 1.0  # a key that is revoked is refused within so long more than elsewhere
 READ_DEADLINE_S = 60.0  # who reads nothing for so long is let go, and may come back
-KINDS = ("deployment.", "revision.", "canary.")
+KINDS = ("deployment.", "revision.", "canary.", "model.")
 PAGE_ROWS = 100
 
 ID = r"^([0-9a-f]{32})?$"
@@ -55,12 +57,20 @@ class PhaseChanged(msgspec.Struct, frozen=True, kw_only=True):
     target_revision: int | None
 
 
+class ImportProgressed(msgspec.Struct, frozen=True, kw_only=True):
+    model_id: str
+    model: str
+    tenant: str | None
+    progress: Progress
+
+
 class Feed:
-    """The phases of all deployments, and how far the audit log is, while anybody reads."""
+    """The phases of all deployments, how far imports are, and how far the audit log is, while anybody reads."""
 
     def __init__(self, database: Database, fleet: Fleet) -> None:
         self._database, self._fleet = database, fleet
-        self.phases: dict[str, tuple[str, PhaseChanged]] = {}  # deployment → its tenant and how it is
+        # Deployment or model → its tenant and how it is.
+        self.phases: dict[str, tuple[str | None, PhaseChanged | ImportProgressed]] = {}
         self.seq = -1  # not known yet
         self.ending = False
         self._deployments: list[Deployment] = []
@@ -86,7 +96,10 @@ class Feed:
             seq = (await audit.head(connection, None)).seq
             if seq != self.seq:
                 self._deployments = await deployments.everything(connection)
+            importing = await models.importing(connection)
+        phases: dict[str, tuple[str | None, PhaseChanged | ImportProgressed]]
         phases = {d.id: (d.tenant_id, self._phase(d)) for d in self._deployments}
+        phases |= {m.id: (m.tenant_id, _import(m, m.progress)) for m in importing if m.progress}
         if (seq, phases) != (self.seq, self.phases):
             self.seq, self.phases = seq, phases
             self._tell()
@@ -133,9 +146,13 @@ class Feed:
                 self._readers.clear()
 
 
+def _import(model: Model, progress: Progress) -> ImportProgressed:
+    return ImportProgressed(model_id=model.id, model=model.name, tenant=model.tenant, progress=progress)
+
+
 @Operation(media=("text/event-stream",), query=(OF_TENANT, AFTER), problems=(503,))
 async def stream(call: Call, feed: Feed) -> Response:
-    """Tell what happens to deployments from now on, or after an event that was seen."""
+    """Tell what happens to deployments and models from now on, or after an event that was seen."""
     tenant_id = await call.tenant_id()
     after = call.query("after")
     after = call.request.headers.get("last-event-id") if after is None else after
@@ -159,7 +176,7 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._call, self._feed, self._tenant_id, self._after = call, feed, tenant_id, after
-        self._told: dict[str, PhaseChanged] = {}
+        self._told: dict[str, PhaseChanged | ImportProgressed] = {}
         self._seq = -1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -202,7 +219,7 @@ class EventStream(Response):
         for id, (tenant_id, now) in self._feed.phases.items():
             if self._tenant_id in (None, tenant_id) and self._told.get(id) != now:
                 self._told[id] = now
-                said.append(_event("deployment.phase", now))
+                said.append(_event("model.progress" if isinstance(now, ImportProgressed) else "deployment.phase", now))
         return said
 
     @property

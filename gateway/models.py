@@ -1,39 +1,30 @@
-"""Models: registering a folder, inspecting it in the background, showing what was found."""
+"""Models: registering a folder or a source elsewhere, which is read in the background; showing what was found."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 from urllib.parse import unquote, urlsplit
 
-import structlog
+from msgspec import Meta
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
 from gateway.api import OF_TENANT, Answer, Body, Call, Name, Operation, Page, Shown, Time, answered, time_text
 from gateway.auth import Caller
-from gateway.errors import Problem, invalid, not_found
+from gateway.errors import Problem, invalid, not_found, rate_limited
+from gateway.imports import WAITING_MOST, Imports
+from gateway.sources import Wrong, parse
 from store import models
-from store.artefact import Artefact, Refused, inspect
-from store.db import Database, DatabaseError, now_us
-from store.models import Model, ModelInUse
-
-log = structlog.get_logger()
-
-AT_ONCE = 2  # folders inspected at the same time: it is the disk that works
-RETRY_S = 1.0
-ANYWHERE = (Path("/"),)
+from store.db import now_us
+from store.models import Model, ModelInUse, Progress, State
 
 
 class NewModel(Body, frozen=True):
     name: Name
-    source: str
-
-
-class Progress(Shown, frozen=True, kw_only=True):
-    done_bytes: int
-    total_bytes: int
+    source: Annotated[str, Meta(max_length=2000)]  # /path, file:///path, hf://org/name@revision or s3://bucket/prefix
+    digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")] | None = None  # that it must have
 
 
 class ShownModel(Shown, frozen=True, kw_only=True):
@@ -41,7 +32,8 @@ class ShownModel(Shown, frozen=True, kw_only=True):
     name: str
     tenant: str | None  # None: the operator's, for all
     source: str | None
-    state: Literal["importing", "ready", "refused"]
+    revision: str | None  # the commit that was fetched, where the source has such a thing
+    state: State
     reason: str | None
     progress: Progress | None
     digest: str | None
@@ -53,88 +45,22 @@ class ShownModel(Shown, frozen=True, kw_only=True):
     created_at: Time
 
 
-class Stopped(Exception):
-    """The gateway ends in the middle of an inspection."""
-
-
-class Imports:
-    """The inspections that are under way."""
-
-    def __init__(self, database: Database, architectures: frozenset[str], roots: tuple[Path, ...]) -> None:
-        self.roots = tuple(root.resolve() for root in roots)
-        self._database, self._architectures = database, architectures
-        self._progress: dict[str, tuple[int, int]] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._slots = asyncio.Semaphore(AT_ONCE)
-        self._stopping = False
-
-    async def resume(self) -> None:
-        """What a gateway that is gone has begun."""
-        async with self._database.read() as connection:
-            for model in await models.importing(connection):
-                self.start(model)
-
-    def start(self, model: Model) -> None:
-        if model.id not in self._tasks and not self._stopping:
-            task = self._tasks[model.id] = asyncio.create_task(self._run(model))
-            task.add_done_callback(lambda _: self._tasks.pop(model.id, None))
-
-    async def stop(self) -> None:
-        self._stopping = True  # the threads see it with their next megabyte
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def progress(self, id: str) -> tuple[int, int] | None:
-        """Bytes done and in all."""
-        return self._progress.get(id)
-
-    async def _run(self, model: Model) -> None:
-        async with self._slots:
-            found = await asyncio.to_thread(self._inspect, model)
-        while not await self._keep(model, found):
-            await asyncio.sleep(RETRY_S)
-        self._progress.pop(model.id, None)
-
-    def _inspect(self, model: Model) -> Artefact | Refused:
-        def progress(done: int, total: int) -> None:
-            if self._stopping:
-                raise Stopped
-            self._progress[model.id] = (done, total)
-
-        try:
-            roots = self.roots if model.tenant_id else ANYWHERE
-            return inspect(Path(model.path), self._architectures, roots, progress)
-        except Refused as refused:
-            return refused
-
-    async def _keep(self, model: Model, found: Artefact | Refused) -> bool:
-        try:
-            async with self._database.write() as connection:
-                if isinstance(found, Refused):
-                    await models.refuse(connection, model.id, str(found))
-                else:
-                    await models.accept(connection, model.id, found, now_us())
-        except DatabaseError as error:
-            log.warning("model.not_kept", model=model.id, error=str(error), retry_in_s=RETRY_S)
-            return False
-        log.info("model.inspected", model=model.id, refused=str(found) if isinstance(found, Refused) else None)
-        return True
-
-
-# ── routes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@Operation(ShownModel, 202, body=NewModel, once=True, problems=(409,))
+@Operation(ShownModel, 202, body=NewModel, once=True, problems=(409, 429))
 async def create(call: Call, imports: Imports) -> Response:
-    """Register a folder as a model. It is inspected in the background."""
+    """Register a folder, or a source elsewhere, as a model. It is read in the background."""
     body = await call.body(NewModel)
-    path = await asyncio.to_thread(_folder, body.source, call.caller, imports.roots)
+    path = (
+        ""
+        if _remote(body.source, call.caller, imports)
+        else str(await asyncio.to_thread(_folder, body.source, call.caller, imports.roots))
+    )
     created: list[Model] = []
 
     async def deed(connection: AsyncConnection) -> Answer:
-        model = await models.create(connection, call.caller.tenant_id, body.name, body.source, str(path), now_us())
+        await _check_waiting(connection, call.caller)
+        model = await models.create(
+            connection, call.caller.tenant_id, body.name, body.source, path, now_us(), body.digest
+        )
         said = {"name": model.name, "source": model.source}
         await call.record(connection, "model.created", model.id, model.tenant_id, new=said)
         created.append(model)
@@ -146,11 +72,29 @@ async def create(call: Call, imports: Imports) -> Response:
     return response
 
 
+async def _check_waiting(connection: AsyncConnection, caller: Caller) -> None:
+    """Raises Problem."""
+    if caller.tenant_id and (count := await models.waiting(connection, caller.tenant_id)) >= WAITING_MOST:
+        raise rate_limited("imports", f"{count} models of this tenant are still imported, the most that may be", 10)
+
+
+def _remote(source: str, caller: Caller, imports: Imports) -> bool:
+    """Whether it is to be fetched, from where this caller may. Raises Problem."""
+    try:
+        remote = parse(source)
+    except Wrong as error:
+        raise invalid("/source", str(error)) from error
+    if remote and not caller.admin and not imports.sources.allows_tenants(remote):
+        allowed = ", ".join(imports.sources.remotes) or "(none: ask the operator to set STACCATO_MODEL_SOURCES)"
+        raise invalid("/source", f"a tenant's models come from {allowed}")
+    return remote is not None
+
+
 def _folder(source: str, caller: Caller, roots: tuple[Path, ...]) -> Path:
     """The folder that is meant, symlinks resolved. Raises Problem."""
     parts = urlsplit(source)
     if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
-        raise invalid("/source", f"{parts.scheme}:// is not supported yet: give a local folder")
+        raise invalid("/source", f"{parts.scheme}:// is no source: give a folder, hf://org/name or s3://bucket/prefix")
     named = Path(unquote(parts.path) if parts.scheme else source)
     if not named.is_absolute() or "\0" in source:
         raise invalid("/source", f"{source!r} is not an absolute path: give the folder as /path or file:///path")
@@ -169,7 +113,7 @@ async def listed(call: Call, imports: Imports) -> Response:
     tenant_id = await call.tenant_id()
     async with call.database.read() as connection:
         found = await models.listed(connection, tenant_id, call.after, call.limit + 1)
-    return call.page(found, lambda model: show(model, call.caller, imports.progress(model.id)))
+    return call.page(found, lambda model: show(model, call.caller, imports.progress(model)))
 
 
 @Operation(ShownModel, query=(OF_TENANT,))
@@ -178,23 +122,63 @@ async def get(call: Call, imports: Imports) -> Response:
     tenant_id = await call.tenant_id()
     async with call.database.read() as connection:
         model = await _find(call, connection, tenant_id)
-    return answered(show(model, call.caller, imports.progress(model.id)))
+    return answered(show(model, call.caller, imports.progress(model)))
+
+
+@Operation(ShownModel, query=(OF_TENANT,), problems=(409,))
+async def cancel(call: Call, imports: Imports) -> Response:
+    """Stop an import. What has come is kept for a week: it can be taken up again."""
+    tenant_id = await call.tenant_id()
+    async with call.database.write() as connection:
+        model = await _owned(call, connection, tenant_id, "cancels its import")
+        if not await models.cancel(connection, model.id):
+            raise Problem(409, "not_importing", f"model {model.name!r} is {model.state}: there is nothing to cancel")
+        await call.record(connection, "model.cancelled", model.id, model.tenant_id, new={"name": model.name})
+        stopped = await models.by_id(connection, model.id)
+    assert stopped is not None
+    imports.cancel(stopped.id)
+    return answered(show(stopped, call.caller, None))
+
+
+@Operation(ShownModel, 202, query=(OF_TENANT,), problems=(409, 429))
+async def retry(call: Call, imports: Imports) -> Response:
+    """Take up an import that was refused or cancelled, where it stopped."""
+    tenant_id = await call.tenant_id()
+    async with call.database.write() as connection:
+        model = await _owned(call, connection, tenant_id, "takes its import up again")
+        if model.state not in ("refused", "cancelled"):
+            raise Problem(409, "not_stopped", f"model {model.name!r} is {model.state}: there is nothing to take up")
+        await _check_waiting(connection, call.caller)
+        await models.begin_again(connection, model.id)
+        await call.record(connection, "model.retried", model.id, model.tenant_id, new={"name": model.name})
+        begun = await models.by_id(connection, model.id)
+    assert begun is not None
+    imports.start(begun)
+    return answered(show(begun, call.caller, imports.progress(begun)), 202)
 
 
 @Operation(status=204, query=(OF_TENANT,), problems=(409,))
-async def delete(call: Call) -> Response:
-    """Delete a model that nothing uses."""
+async def delete(call: Call, imports: Imports) -> Response:
+    """Delete a model that nothing uses. What was fetched for it goes, unless another one needs it."""
     tenant_id = await call.tenant_id()
     async with call.database.write() as connection:
-        model = await _find(call, connection, tenant_id, lock=True)
-        if not _owns(call.caller, model):
-            raise Problem(403, "admin_only", f"model {model.name!r} is the operator's: only the admin key deletes it")
+        model = await _owned(call, connection, tenant_id, "deletes it")
         try:
             await models.delete(connection, model, call.caller.tenant_id, now_us())
         except ModelInUse as error:
             raise Problem(409, "model_in_use", str(error)) from error
         await call.record(connection, "model.deleted", model.id, model.tenant_id, old={"name": model.name})
+    imports.cancel(model.id)
+    imports.sweep()
     return Response(status_code=204)
+
+
+async def _owned(call: Call, connection: AsyncConnection, tenant_id: str | None, deed: str) -> Model:
+    """Held against other changes. Raises Problem."""
+    model = await _find(call, connection, tenant_id, lock=True)
+    if not _owns(call.caller, model):
+        raise Problem(403, "admin_only", f"model {model.name!r} is the operator's: only the admin key {deed}")
+    return model
 
 
 async def _find(call: Call, connection: AsyncConnection, tenant_id: str | None, lock: bool = False) -> Model:
@@ -208,16 +192,17 @@ def _owns(caller: Caller, model: Model) -> bool:
     return caller.admin or caller.tenant_id == model.tenant_id
 
 
-def show(model: Model, caller: Caller, progress: tuple[int, int] | None) -> ShownModel:
+def show(model: Model, caller: Caller, progress: Progress | None) -> ShownModel:
     artefact = model.artefact
     return ShownModel(
         id=model.id,
         name=model.name,
         tenant=model.tenant,
         source=model.source if _owns(caller, model) else None,  # a path of the operator's machine
+        revision=model.revision,
         state=model.state,
         reason=model.reason or None,
-        progress=Progress(done_bytes=progress[0], total_bytes=progress[1]) if progress else None,
+        progress=progress if model.state == "importing" else None,
         digest=artefact.digest if artefact else None,
         architecture=artefact.architecture if artefact else None,
         dtype=artefact.dtype if artefact else None,

@@ -98,6 +98,13 @@ def inspect(
         raise Refused(f"{error.filename or folder}: {error.strerror}: make it readable for the platform") from error
 
 
+def settings(folder: Path, supported: frozenset[str]) -> list[str] | None:
+    """What can be said of a model before its weights are there: the files that its index names, None without one.
+
+    Raises Refused."""
+    return _Folder(folder, (Path("/"),)).settings(supported)
+
+
 # ── config.json, as far as it concerns us ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -203,6 +210,12 @@ class _Folder:
             files=tuple(files),
         )
 
+    def settings(self, supported: frozenset[str]) -> list[str] | None:
+        self._refuse_code()
+        self._config(supported)
+        self._check_tokenizer()
+        return self._shards() if INDEX in self._names else None
+
     def _refuse_code(self) -> None:
         if code := [name for name in self._names if name.endswith(".py")]:
             raise Refused(f"{code[0]} is program code, which is never run: use a model that vLLM knows by itself")
@@ -250,13 +263,16 @@ class _Folder:
         if INDEX not in self._names:
             return {name: self._header(name) for name in found}
         index = self._json(INDEX, WeightIndex, most=TOKENIZER_MOST).weight_map
-        shards = sorted(set(index.values()))
+        shards = self._shards()
         if missing := [shard for shard in shards if shard not in found]:
             raise Refused(f"{INDEX} names {missing[0]!r}, which is not in the folder ({len(missing)} of {len(shards)})")
         headers = {shard: self._header(shard) for shard in shards}
         if lost := [tensor for tensor, shard in index.items() if tensor not in headers[shard].tensors]:
             raise Refused(f"{INDEX} puts {lost[0]!r} into {index[lost[0]]}, which does not have it: copy both again")
         return headers
+
+    def _shards(self) -> list[str]:
+        return sorted(set(self._json(INDEX, WeightIndex, most=TOKENIZER_MOST).weight_map.values()))
 
     def _header(self, name: str) -> safetensors.Header:
         self._size(name)

@@ -62,12 +62,16 @@ models = Table(
     Column("tenant_id", Text, ForeignKey("tenants.id")),  # null: the operator's, visible to all
     Column("name", Text, nullable=False),
     Column("source", Text, nullable=False),  # as it was given
-    Column("path", Text, nullable=False),  # the folder it means, symlinks resolved
-    Column("state", Text, nullable=False),  # importing | ready | refused
+    Column("path", Text, nullable=False),  # the folder it means, symlinks resolved; empty until it is fetched
+    Column("state", Text, nullable=False),  # importing | ready | refused | cancelled
     Column("reason", Text, nullable=False),  # why it was refused
     Column("digest", Text, ForeignKey("artefacts.digest")),
     Column("created_us", BigInteger, nullable=False),
     Column("deleted_us", BigInteger),
+    Column("revision", Text),  # the commit that was fetched, where the source has such a thing
+    Column("expected", Text),  # the digest that it must have
+    Column("progress", Text),  # JSON of models.Progress, while it is fetched
+    Column("imported_bytes", BigInteger),  # that it takes, or will; null: a folder of somebody else's
 )
 _unique("models_shared_name", models.c.name, when="deleted_us IS NULL AND tenant_id IS NULL")
 _unique("models_tenant_name", models.c.tenant_id, models.c.name, when="deleted_us IS NULL AND tenant_id IS NOT NULL")

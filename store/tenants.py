@@ -44,6 +44,7 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     concurrent_streams: _Count | None = None  # requests that are being answered, streamed or not
     max_output_tokens: _Count | None = None
     monthly_budget: Budget | None = None
+    storage_bytes: Annotated[int, Meta(ge=0, le=2**53)] | None = None  # of models that it imports from elsewhere
 
     @property
     def shared(self) -> bool:
@@ -132,6 +133,11 @@ async def tenant(connection: AsyncConnection, name: str, lock: bool = False) -> 
     """`lock` holds it against deletion until the transaction ends."""
     query = select(*_TENANT).where(_ALIVE, tenants.c.name == name)
     row = (await connection.execute(query.with_for_update() if lock else query)).one_or_none()
+    return _tenant(row) if row else None
+
+
+async def by_id(connection: AsyncConnection, id: str) -> Tenant | None:
+    row = (await connection.execute(select(*_TENANT).where(_ALIVE, tenants.c.id == id))).one_or_none()
     return _tenant(row) if row else None
 
 

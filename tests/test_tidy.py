@@ -48,6 +48,9 @@ HOMES = {
     "opentelemetry": r"store/tracing\.py",
     "fastapi": r"gateway/front\.py",
     "jinja2": r"gateway/(rendering|templates)\.py",
+    "huggingface_hub": r"gateway/sources\.py",
+    "botocore": r"gateway/sources\.py",
+    "httpx2": r"gateway/download\.py",
     "pyarrow": r"runtime/sim/trace\.py|gateway/formats\.py",
 }
 # The handle of a transaction goes through the gateway's hands, from `store.db` to the rest of `store`.
@@ -56,7 +59,7 @@ HANDED_ON = ("sqlalchemy.ext.asyncio.AsyncConnection",)
 # Loopback and the names that RFCs keep for examples.
 HARMLESS_HOST = re.compile(r"(127\.0\.0\.1|localhost|0\.0\.0\.0|\[::1\]|([\w-]+\.)*example(\.(com|org|net))?)(:\S*)?$")
 PUBLIC_HOST = re.compile(
-    r"([\w-]+\.)*(github\.com|apache\.org|pytorch\.org|vllm\.ai|nats\.io|python\.org|openai\.com|w3\.org)$"
+    r"([\w-]+\.)*(github\.com|apache\.org|pytorch\.org|vllm\.ai|nats\.io|python\.org|openai\.com|w3\.org|huggingface\.co|hf\.co)$"
 )
 WRITTEN = (".py", ".md", ".toml", ".txt", ".lock", "Makefile", ".ci/run")
 MACHINE_PATH = re.compile(r"(?<![\w./-])/(work|home|root|Users|mnt|workspace)/\w+")

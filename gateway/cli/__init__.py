@@ -60,6 +60,7 @@ for name, command in SIMULATOR.items():
     app.command(name, context_settings=PASSED_ON)(command)
 for name, group in GROUPS.items():
     app.add_typer(group, name=name)
+app.add_typer(models.model, name="models", hidden=True)  # what people write
 
 
 def main() -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 from collections.abc import Iterator, Mapping
 from typing import Self, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 
 from gateway.cli.api import CONFLICT, ERROR, NOT_FOUND, QUOTA, RETRYABLE, USAGE, CliError, Row
-from gateway.config import Settings, load
+from gateway.config import Settings, load, on_this_machine
 
 EXIT_CODES = {400: USAGE, 402: QUOTA, 404: NOT_FOUND, 409: CONFLICT, 412: CONFLICT, 422: USAGE, 429: QUOTA}
 TIMEOUT_S = 30.0
@@ -178,11 +176,3 @@ def local_key(settings: Settings, url: str) -> str:
             "give --key, set STACCATO_KEY, or set STACCATO_DATA to the folder of `staccato up`",
             USAGE,
         ) from error
-
-
-def on_this_machine(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -6,15 +6,14 @@ import contextlib
 import time
 from collections.abc import Mapping
 from enum import StrEnum
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated
 from uuid import UUID
 
 import typer
 
-from gateway.cli.api import CONFLICT, RETRYABLE, USAGE, CliError, Row
+from gateway.cli.api import RETRYABLE, USAGE, CliError, Row
 from gateway.cli.completion import deployment_names
-from gateway.cli.models import absolute, is_source, register
+from gateway.cli.models import fetch, is_source, name_of
 from gateway.cli.options import Duration, Json, Key, Tenant, Url, connect, route
 from gateway.cli.output import at, note, print_json, print_row, print_rows, text
 from gateway.cli.progress import expected
@@ -125,7 +124,7 @@ def deploy(
     name: Annotated[str, typer.Argument(help="What clients write as `model`.")],
     model: Annotated[
         str | None,
-        typer.Option(help="A model's name, or a folder, which is registered first. Needed but for --canary."),
+        typer.Option(help="A model's name, or a folder, hf://… or s3://…, registered first. Needed but for --canary."),
     ] = None,
     tenant: Tenant = None,
     dtype: Dtype = Dtype.auto,
@@ -244,23 +243,7 @@ def rollback(
 
 def registered(gateway: Gateway, source: str) -> str:
     """The name of the model made from `source`; a folder that is registered already is taken as it is."""
-    name = PurePath(absolute(source)).name.lower()
-    try:
-        return text(register(gateway, name, source)["name"])
-    except CliError as error:
-        if error.exit_code != CONFLICT:
-            raise
-        known = gateway.get(route("models", name))
-        if known.get("state") == "refused":  # it may have been mended since
-            gateway.delete(route("models", name))
-            return registered(gateway, source)
-        if known.get("source") != absolute(source):
-            raise CliError(
-                f"there is another model {name!r}, from {known.get('source')}: "
-                "register this one under a name of its own with `staccato model add`",
-                CONFLICT,
-            ) from error
-        return name
+    return text(fetch(gateway, name_of(source), source)["name"])
 
 
 def until(phases: tuple[str, ...], gateway: Gateway, row: Row, timeout_s: float, doing: str) -> Row:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Mapping
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gateway.cli.api import RETRYABLE, CliError, Row
+from gateway.cli.api import CONFLICT, CliError, Row
 from gateway.cli.options import Json, Key, Tenant, Url, connect, route
 from gateway.cli.output import note, print_json, print_row, print_rows, text
-from gateway.cli.progress import waiting
+from gateway.cli.progress import bytes_coming
 
 if TYPE_CHECKING:
     from gateway.cli.client import Gateway
@@ -27,23 +28,67 @@ MODEL = {
     "KV/TOKEN": "kv_bytes_per_token",
     "DIGEST": "digest",
     "TENANT": "tenant",
+    "REVISION": "revision",
     "REASON": "reason",
 }
 POLL_S = 0.2
-IMPORT_S_MOST = 3600.0
+
+Digest = Annotated[str | None, typer.Option(help="Refuse it unless it has this digest.")]
+Wait = Annotated[bool, typer.Option(help="Until it is here and checked. The gateway goes on without us too.")]
 
 
 @model.command("add")
 def add(
     name: str,
-    source: Annotated[str, typer.Argument(help="A folder with config.json, tokenizer and *.safetensors.")],
+    source: Annotated[
+        str, typer.Argument(help="A folder with config.json, tokenizer and *.safetensors; hf://…; s3://….")
+    ],
+    digest: Digest = None,
+    wait: Wait = True,
     url: Url = None,
     key: Key = None,
     json: Json = False,
 ) -> None:
     """Register a model and wait until it is checked."""
     with connect(url, key) as gateway:
-        print_row(register(gateway, name, source), MODEL, json)
+        print_row(register(gateway, name, source, digest, wait), MODEL, json)
+
+
+@model.command("import")
+def import_model(
+    source: Annotated[str, typer.Argument(help="hf://org/name@revision, s3://bucket/prefix, or a folder.")],
+    name: Annotated[str | None, typer.Option(help="The model's; the last part of the source unless said.")] = None,
+    digest: Digest = None,
+    wait: Wait = True,
+    url: Url = None,
+    key: Key = None,
+    json: Json = False,
+) -> None:
+    """Fetch a model from a hub or an object store. Said again, it goes on where it stopped."""
+    with connect(url, key) as gateway:
+        print_row(fetch(gateway, name or name_of(source), source, digest, wait), MODEL, json)
+
+
+@model.command("cancel")
+def cancel(name: str, tenant: Tenant = None, url: Url = None, key: Key = None, json: Json = False) -> None:
+    """Stop the import of a model; what has come is kept for a week."""
+    with connect(url, key) as gateway:
+        path = route("models", _id(gateway, name, tenant), verb=":cancel")
+        print_row(gateway.post(path), MODEL, json)
+
+
+@model.command("retry")
+def retry(
+    name: str, tenant: Tenant = None, wait: Wait = True, url: Url = None, key: Key = None, json: Json = False
+) -> None:
+    """Take up an import that was refused or cancelled, where it stopped."""
+    with connect(url, key) as gateway:
+        row = gateway.post(route("models", _id(gateway, name, tenant), verb=":retry"))
+        print_row(until_checked(gateway, row) if wait else row, MODEL, json)
+
+
+def _id(gateway: Gateway, name: str, tenant: str | None) -> str:
+    return text(gateway.get(route("models", name), tenant=tenant)["id"])
 
 
 @model.command("ls")
@@ -64,21 +109,49 @@ def remove(name: str, url: Url = None, key: Key = None, json: Json = False) -> N
         note(f"model {name} is removed; its files stay where they are")
 
 
-def register(gateway: Gateway, name: str, source: str) -> Row:
+def register(gateway: Gateway, name: str, source: str, digest: str | None = None, wait: bool = True) -> Row:
     """The model once it is ready. Raises CliError with the reason when it is refused."""
-    row = gateway.post(route("models"), {"name": name, "source": absolute(source)})
-    deadline_s = time.monotonic() + IMPORT_S_MOST
-    with waiting(f"reading {name}"):
-        while row.get("state") == "importing" and time.monotonic() < deadline_s:
+    row = gateway.post(route("models"), {"name": name, "source": absolute(source), "digest": digest})
+    return until_checked(gateway, row) if wait else row
+
+
+def fetch(gateway: Gateway, name: str, source: str, digest: str | None = None, wait: bool = True) -> Row:
+    """As `register`; what was begun from the same source is gone on with. Raises CliError."""
+    try:
+        return register(gateway, name, source, digest, wait)
+    except CliError as error:
+        if error.exit_code != CONFLICT:
+            raise
+        row = gateway.get(route("models", name))
+        if row.get("source") != absolute(source):
+            raise CliError(
+                f"there is another model {name!r}, from {row.get('source')}: "
+                "register this one under a name of its own with `staccato model add`",
+                CONFLICT,
+            ) from error
+        if row.get("state") in ("refused", "cancelled"):
+            row = gateway.post(route("models", text(row["id"]), verb=":retry"))
+        return until_checked(gateway, row) if wait else row
+
+
+def until_checked(gateway: Gateway, row: Row) -> Row:
+    """However long it takes: the gateway gives up what does not come. Raises CliError with the reason."""
+    name = row["name"]
+    with bytes_coming(f"reading {name}") as tell:
+        while row.get("state") == "importing":
+            if isinstance(progress := row.get("progress"), Mapping):
+                tell(progress)
             time.sleep(POLL_S)
             row = gateway.get(route("models", text(row["id"])))
-    if row.get("state") == "refused":
-        raise CliError(f"model {name} is refused: {row.get('reason')}")
-    if row.get("state") == "importing":
-        raise CliError(
-            f"model {name} is still being read after {IMPORT_S_MOST:g} s: see `staccato model ls`", RETRYABLE
-        )
+    if row.get("state") in ("refused", "cancelled"):
+        raise CliError(f"model {name} is {row['state']}: {row.get('reason')}")
     return row
+
+
+def name_of(source: str) -> str:
+    """`hf://org/Name@revision` → `name`."""
+    place = source.partition("@")[0] if source.startswith("hf://") else absolute(source)
+    return PurePath(place).name.lower()
 
 
 def is_source(model: str) -> bool:

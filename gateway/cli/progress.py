@@ -7,17 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-
-@contextlib.contextmanager
-def waiting(message: str) -> Iterator[None]:
-    """A spinner on standard error while the block runs; nothing when nobody looks."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(message):
-        yield
+from gateway.cli.api import Row
 
 
 @contextlib.contextmanager
@@ -46,3 +36,32 @@ def expected(message: str, lasts_s: float | None) -> Iterator[Callable[[str], No
 
 def _left(rest_s: float) -> str:
     return f"about {rest_s:.1f} s left" if rest_s > 0 else "longer than the last time"
+
+
+Told = Callable[[Row], None]  # `progress`, as the control plane says it
+
+
+@contextlib.contextmanager
+def bytes_coming(message: str) -> Iterator[Told]:
+    """A bar on standard error; nothing when nobody looks."""
+    if not sys.stderr.isatty():
+        yield lambda progress: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
+
+    left = TextColumn("{task.fields[left]}", markup=False)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), left)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(message, total=None, left="")
+
+        def tell(progress: Row) -> None:
+            done, total, eta_s = (_number(progress.get(name)) for name in ("done_bytes", "total_bytes", "eta_s"))
+            known = "" if progress.get("eta_s") is None else f"{eta_s // 60}:{eta_s % 60:02} left"
+            bar.update(task, completed=done, total=total or None, left=str(progress.get("waits_for") or known))
+
+        yield tell
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0

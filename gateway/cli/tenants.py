@@ -30,9 +30,10 @@ LIMITS = {
     "STREAMS": "limits.concurrent_streams",
     "OUTPUT TOKENS": "limits.max_output_tokens",
     "BUDGET/MONTH": "limits.monthly_budget",
+    "STORAGE BYTES": "limits.storage_bytes",
 }
 
-COUNTS = ("requests_per_minute", "tokens_per_minute", "concurrent_streams", "max_output_tokens")
+COUNTS = ("requests_per_minute", "tokens_per_minute", "concurrent_streams", "max_output_tokens", "storage_bytes")
 
 Weight = Annotated[float | None, typer.Option(help="Under overload, tokens of more weight are given up later.")]
 Limit = Annotated[str | None, typer.Option(metavar="N|none")]
@@ -51,12 +52,13 @@ def create_tenant(
     concurrent_streams: Limit = None,
     max_output_tokens: Limit = None,
     monthly_budget: Money = None,
+    storage_bytes: Limit = None,
     url: Url = None,
     key: Key = None,
     json: Json = False,
 ) -> None:
     """Create a tenant, with no other limits than those that are given."""
-    counts = (requests_per_minute, tokens_per_minute, concurrent_streams, max_output_tokens)
+    counts = (requests_per_minute, tokens_per_minute, concurrent_streams, max_output_tokens, storage_bytes)
     limits = _limits(counts, monthly_budget)
     body: Row = {"name": name, "weight": weight, "limits": limits}
     with connect(url, key) as gateway:
@@ -72,12 +74,13 @@ def set_tenant(
     concurrent_streams: Limit = None,
     max_output_tokens: Limit = None,
     monthly_budget: Money = None,
+    storage_bytes: Limit = None,
     url: Url = None,
     key: Key = None,
     json: Json = False,
 ) -> None:
     """Change what is given and nothing else; `none` takes a limit away."""
-    counts = (requests_per_minute, tokens_per_minute, concurrent_streams, max_output_tokens)
+    counts = (requests_per_minute, tokens_per_minute, concurrent_streams, max_output_tokens, storage_bytes)
     limits = _limits(counts, monthly_budget)
     body: Row = {"limits": limits} | ({} if weight is None else {"weight": weight})
     with connect(url, key) as gateway:

@@ -8,3 +8,4 @@ from tests.databases import sqlite_template as sqlite_template
 from tests.databases import sqlite_url as sqlite_url
 from tests.gateway.plane import plane as plane
 from tests.gateway.plane import plane_on_both as plane_on_both
+from tests.gateway.plane import sources as sources

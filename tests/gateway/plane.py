@@ -21,6 +21,7 @@ from gateway.fleet import Fleet
 from gateway.metrics import Metrics
 from gateway.openapi import document
 from gateway.recent import Recent
+from gateway.sources import Sources
 from store import wire
 from store.bus import Bus
 from store.db import Database
@@ -135,27 +136,34 @@ async def until(found: Callable[[], Awaitable[Any]]) -> Any:
 
 
 @pytest.fixture
-async def plane(sqlite_url: str, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Plane]:
-    async with Database.open(sqlite_url) as database, _plane(database, nats_server, tmp_path) as made_plane:
+def sources(tmp_path: Path) -> Sources:
+    """Where models come from; a test that needs others has a fixture of this name."""
+    return Sources(roots=(tmp_path / "roots",), folder=tmp_path / "imported")
+
+
+@pytest.fixture
+async def plane(sqlite_url: str, nats_server: NatsServer, tmp_path: Path, sources: Sources) -> AsyncIterator[Plane]:
+    async with Database.open(sqlite_url) as database, _plane(database, nats_server, tmp_path, sources) as made_plane:
         yield made_plane
 
 
 @pytest.fixture
-async def plane_on_both(database: Database, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Plane]:
+async def plane_on_both(
+    database: Database, nats_server: NatsServer, tmp_path: Path, sources: Sources
+) -> AsyncIterator[Plane]:
     """For what depends on how a database keeps writers apart, and on its SQL."""
-    async with _plane(database, nats_server, tmp_path) as made_plane:
+    async with _plane(database, nats_server, tmp_path, sources) as made_plane:
         yield made_plane
 
 
 @contextlib.asynccontextmanager
-async def _plane(database: Database, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Plane]:
-    roots = (tmp_path / "roots",)
-    roots[0].mkdir()
+async def _plane(database: Database, nats_server: NatsServer, tmp_path: Path, sources: Sources) -> AsyncIterator[Plane]:
+    (tmp_path / "roots").mkdir()
     async with Bus.connect(nats_server.url, "test") as bus:
         fleet, auth = Fleet(bus), Auth(database, PEPPER, ADMIN_KEY)
         await fleet.start()
         metrics, recent = Metrics(fleet), Recent()
-        control = Control(database, auth, fleet, ENGINES, roots, metrics, recent)
+        control = Control(database, auth, fleet, ENGINES, sources, metrics, recent)
         app = Starlette(routes=control.routes())
         async with control.running():
             made_plane = Plane(app, bus, fleet, auth, control, metrics, recent, database, tmp_path, httpx.AsyncClient())

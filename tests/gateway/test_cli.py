@@ -28,15 +28,18 @@ from gateway import cli, config
 from gateway.auth import Auth
 from gateway.cli.api import CONFLICT, NOT_FOUND, RETRYABLE, USAGE
 from gateway.cli.chat import events
+from gateway.cli.progress import bytes_coming
 from gateway.control import Control, Engines
 from gateway.fleet import Fleet
 from gateway.metrics import Metrics
 from gateway.recent import Recent
+from gateway.sources import Sources
 from store import wire
 from store.bus import Bus
 from store.db import Database, migrate
 from store.wire import Residency
 from tests.conftest import ROOT, NatsServer, free_port
+from tests.gateway.hub import COMMIT, Hub, serving
 
 MODELS = ROOT / "deploy" / "demo" / "models"
 ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen3ForCausalLM", "OPTForCausalLM", "PhiForCausalLM"})
@@ -115,7 +118,7 @@ async def serve(settings: config.Settings, started: Callable[[uvicorn.Server], N
             auth,
             fleet,
             Engines(ARCHITECTURES, frozenset({"hermes"}), frozenset()),
-            (),
+            Sources.of(settings),
             Metrics(fleet),
             Recent(),
         )
@@ -129,13 +132,20 @@ async def serve(settings: config.Settings, started: Callable[[uvicorn.Server], N
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[config.Settings]:
+def hub() -> Iterator[Hub]:
+    with serving(Hub()) as hub:
+        hub.put("demo/faq", MODELS / "faq")
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory, hub: Hub) -> Iterator[config.Settings]:
     """Of a gateway that serves them."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # it shares our stdout
     folder = tmp_path_factory.mktemp("gateway")
     nats = NatsServer(folder / "nats")
     nats.start()
-    settings = config.load(data=folder, port=free_port(), nats_url=nats.url)
+    settings = config.load(data=folder, port=free_port(), nats_url=nats.url, hf_endpoint=hub.url)
     migrate(settings.database_url)
     servers: list[uvicorn.Server] = []
     thread = threading.Thread(target=lambda: asyncio.run(serve(settings, servers.append)))
@@ -434,3 +444,46 @@ def test_help_waits_for_no_heavy_import() -> None:
     code = f"import sys, gateway.cli; print([name for name in {heavy} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"
+
+
+# ── models from elsewhere ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_model_is_imported_from_a_hub_and_said_again_it_is_there(staccato: Staccato, hub: Hub) -> None:
+    ran = staccato("model", "import", "hf://demo/faq", "--name", "fetched", "--json")
+    assert (ran.code, ran.json["state"], ran.json["revision"]) == (0, "ready", COMMIT), ran.err
+    asked = len(hub.files_asked("model.safetensors"))
+    again = staccato("models", "import", "hf://demo/faq", "--name", "fetched", "--json")
+    assert again.json == ran.json and len(hub.files_asked("model.safetensors")) == asked
+    assert staccato("model", "rm", "fetched").code == 0
+
+
+def test_a_source_elsewhere_is_deployed_at_once(staccato: Staccato, tenant: str) -> None:
+    ran = staccato("deploy", tenant + "-bot", "--model", "hf://demo/faq@main", "--tenant", tenant, "--json")
+    assert (ran.code, ran.json["status"]["phase"]) == (0, "awake"), ran.err
+
+
+def test_an_import_that_is_refused_is_an_error_and_is_taken_up_when_said_again(staccato: Staccato, hub: Hub) -> None:
+    hub.lies["config.json"] = 2
+    hub.repos["demo/odd"] = {**hub.repos["demo/faq"], "config.json": hub.repos["demo/faq"]["config.json"] + b"\n"}
+    ran = staccato("model", "import", "hf://demo/odd")
+    assert ran.code == 1 and "model odd is refused: config.json has the git blob digest" in ran.err
+    assert ran.err.count("\n") == 1
+    assert staccato("model", "import", "hf://demo/odd", "--json").json["state"] == "ready"
+    assert staccato("model", "cancel", "odd").code == 4
+
+
+def test_a_person_sees_bytes_and_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with bytes_coming("reading [m]") as tell:
+        tell({"done_bytes": 1_500_000, "total_bytes": 3_000_000, "eta_s": 65, "waits_for": None})
+        time.sleep(0.3)
+        tell({"done_bytes": 1_500_000, "total_bytes": 3_000_000, "eta_s": None, "waits_for": "the hub"})
+    said = terminal.getvalue()
+    assert all(part in said for part in ("reading [m]", "1.5/3.0 MB", "1:05 left", "the hub"))

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import update
 
-from gateway.models import Imports
+from gateway.imports import Imports
+from gateway.sources import Sources
 from store import models, tables
 from tests.gateway.plane import ENGINES, Plane, made, until
 from tests.store.folders import write_model
@@ -43,15 +44,16 @@ async def test_a_refused_model_is_deleted_and_registered_again(plane: Plane) -> 
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("hf://org/name", "hf:// is not supported yet: give a local folder"),
-        ("s3://bucket/name", "s3:// is not supported yet"),
+        ("ftp://example.com/name", "ftp:// is no source: give a folder, hf://org/name or s3://bucket/prefix"),
+        ("hf://name", "write hf://org/name or hf://org/name@revision"),
+        ("s3://bucket", "write s3://bucket/prefix"),
         ("models/llama", "is not an absolute path"),
         ("/no/such/folder", "is not a folder"),
-        ("file://elsewhere/models", "not supported yet"),
+        ("file://elsewhere/models", "is no source"),
         ("/a\0b", "is not an absolute path"),
     ],
 )
-async def test_a_source_that_is_no_local_folder_is_refused_at_once(plane: Plane, source: str, reason: str) -> None:
+async def test_a_source_that_is_none_is_refused_at_once(plane: Plane, source: str, reason: str) -> None:
     problem = made(await plane.admin.post("/models", json={"name": "m", "source": source}), 422)
     assert reason in problem["detail"] and problem["errors"][0]["pointer"] == "/source"
 
@@ -106,7 +108,7 @@ async def test_an_import_that_a_dead_gateway_began_is_ended_by_the_next(plane: P
     model = await plane.model("llama")
     async with plane.database.write() as connection:
         await connection.execute(update(tables.models).values(state="importing", digest=None))
-    imports = Imports(plane.database, ENGINES.architectures, ())
+    imports = Imports(plane.database, ENGINES.architectures, Sources())
     await imports.resume()
 
     async def ready() -> bool:
@@ -125,13 +127,13 @@ async def test_a_gateway_that_stops_does_not_wait_for_a_large_file(plane: Plane)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
-    imports = Imports(plane.database, ENGINES.architectures, ())
+    imports = Imports(plane.database, ENGINES.architectures, Sources())
     async with plane.database.write() as connection:
         model = await models.create(connection, None, "large", str(folder), str(folder), 1)
     imports.start(model)
 
     async def progressing() -> bool:
-        return bool(imports.progress(model.id))
+        return bool(imports.progress(model))
 
     await until(progressing)
     await imports.stop()
