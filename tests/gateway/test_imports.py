@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -601,3 +602,10 @@ async def test_no_secret_is_kept_or_shown(
     said = [str(model), out, err, (await plane.admin.get("/audit")).text, (await plane.admin.get("/models")).text]
     said += [path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*.db*")]
     assert "import_waits" in out + err and not any(TOKEN in text for text in said)
+
+
+def test_what_only_imports_need_is_loaded_by_an_import() -> None:
+    code = "import sys, gateway.control; print([name for name in sys.argv[1:] if name in sys.modules])"
+    heavy = ["huggingface_hub", "botocore", "httpx2"]
+    ran = subprocess.run([sys.executable, "-c", code, *heavy], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
