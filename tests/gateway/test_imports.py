@@ -259,13 +259,14 @@ async def test_a_process_that_was_killed_loses_nothing_that_had_come(
     hub.slow_s = 0.01
     command = [sys.executable, "-c", KILLED, hub.url, str(sources.folder)]
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
-
-    async def half() -> bool:
-        return any(path.stat().st_size > 1 << 20 for path in (sources.folder / "partial").glob("*"))
-
-    await until(half)
-    process.kill()
-    await process.wait()
+    try:
+        async with asyncio.timeout(60):  # it imports a good deal first
+            while not any(path.stat().st_size > 1 << 20 for path in (sources.folder / "partial").glob("*")):
+                assert process.returncode is None
+                await asyncio.sleep(0.01)
+    finally:
+        process.kill()
+        await process.wait()
     hub.slow_s = 0.0
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
     said, _ = await process.communicate()
