@@ -458,9 +458,11 @@ def test_a_model_is_imported_from_a_hub_and_said_again_it_is_there(staccato: Sta
     assert staccato("model", "rm", "fetched").code == 0
 
 
-def test_a_source_elsewhere_is_deployed_at_once(staccato: Staccato, tenant: str) -> None:
-    ran = staccato("deploy", tenant + "-bot", "--model", "hf://demo/faq@main", "--tenant", tenant, "--json")
-    assert (ran.code, ran.json["status"]["phase"]) == (0, "awake"), ran.err
+def test_a_source_elsewhere_is_deployed_at_once(staccato: Staccato, tenant: str, hub: Hub) -> None:
+    hub.repos["demo/Elsewhere"] = hub.repos["demo/faq"]
+    ran = staccato("deploy", tenant + "-bot", "--model", "hf://demo/Elsewhere@main", "--tenant", tenant, "--json")
+    assert ran.code == 0, ran.err
+    assert (ran.json["model"], ran.json["status"]["phase"]) == ("elsewhere", "awake")
 
 
 def test_an_import_that_is_refused_is_an_error_and_is_taken_up_when_said_again(staccato: Staccato, hub: Hub) -> None:

@@ -98,14 +98,15 @@ async def test_a_life_is_told_as_it_happens(plane: Plane, reader: Any) -> None:
 async def test_who_comes_back_is_told_what_was_missed_and_nothing_twice(plane: Plane, reader: Any) -> None:
     client, _ = await deployed(plane)
     first = reader(query="after=")
-    kind, _, id = await first.next()
-    assert kind == "deployment.created"
+    told = [await first.next() for _ in range(3)]
+    assert [kind for kind, _, _ in told] == ["model.created", "model.ready", "deployment.created"]
+    id = told[-1][2]
     await first.leave()
     for priority in ("high", "batch"):
         made(await client.patch("/deployments/chat", json={"priority": priority}), 200)
     again = reader(last=id)
-    told = [(await again.next())[1]["new"]["priority"] for _ in range(2)]
-    assert told == ["high", "batch"] and (await again.next())[0] == "deployment.phase"
+    priorities = [(await again.next())[1]["new"]["priority"] for _ in range(2)]
+    assert priorities == ["high", "batch"] and (await again.next())[0] == "deployment.phase"
 
 
 async def test_a_page_that_is_full_is_followed_by_the_next(
@@ -116,8 +117,9 @@ async def test_a_page_that_is_full_is_followed_by_the_next(
     for tbt_ms in range(1, 8):
         made(await client.patch("/deployments/chat", json={"slo": {"tbt_ms": tbt_ms}}), 200)
     read = reader(query="after=")
+    of_model = [(await read.next())[0] for _ in range(2)]
     seen = [(await read.next())[1]["new"]["slo"]["tbt_ms"] for _ in range(8)]
-    assert seen == [100, 1, 2, 3, 4, 5, 6, 7]
+    assert of_model == ["model.created", "model.ready"] and seen == [100, 1, 2, 3, 4, 5, 6, 7]
 
 
 async def test_a_tenant_hears_nothing_of_others(plane: Plane, reader: Any) -> None:

@@ -233,9 +233,11 @@ async def test_a_tenant_reaches_only_the_prefix_that_it_may(plane: Plane, server
 async def test_no_secret_of_the_store_is_kept_or_shown(
     plane: Plane, server: int, way: Way, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    put(server, "acme/tiny", files_of(write_model(tmp_path / "src")))
-    way.cuts = [10]
-    model = await imported(plane.admin)
+    folder = write_model(tmp_path / "src")
+    write_safetensors(folder / "model.safetensors", {"a": ("U8", [2 << 20], 2 << 20)})
+    put(server, "acme/secret", files_of(folder))
+    way.cuts = [1 << 20]
+    model = await imported(plane.admin, "s3://models/acme/secret")
     out, err = capfd.readouterr()
     said = [str(model), out, err, (await plane.admin.get("/audit")).text]
     said += [path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*.db*")]
