@@ -27,6 +27,7 @@ NOT_RUN = {
     "systemctl": ("root, and systemd as process 1", 14),
     "kubectl": ("a cluster", 7),
     "helm": ("a cluster", 3),
+    "internet": ("a hub; tests/gateway/test_cli.py imports from one of its own", 2),
 }
 SHOWN = ("text", "json")  # languages of blocks that nobody is to run
 ALL = [block for document in DOCUMENTS for block in blocks(document)]
