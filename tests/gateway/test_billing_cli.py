@@ -16,6 +16,7 @@ from gateway.config import Settings
 from store import tables, usage
 from store.db import Database
 from tests.gateway.test_cli import Staccato
+from tests.gateway.test_cli import hub as hub
 from tests.gateway.test_cli import settings as settings
 from tests.gateway.test_cli import staccato as staccato
 from tests.store.test_usage import NOVEMBER_US, message

@@ -11,6 +11,7 @@ from gateway.cli.api import CONFLICT, ERROR, USAGE
 from gateway.config import Settings
 from store.db import Database
 from tests.gateway.test_cli import MODELS, Ran, Staccato
+from tests.gateway.test_cli import hub as hub
 from tests.gateway.test_cli import settings as settings
 from tests.gateway.test_cli import staccato as staccato
 from tests.gateway.test_cli import tenant as tenant

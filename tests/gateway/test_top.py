@@ -15,6 +15,7 @@ from tests.conftest import ROOT, free_port
 from tests.gateway.terminal import on_a_terminal
 from tests.gateway.test_cli import Staccato
 from tests.gateway.test_cli import deployed as deployed
+from tests.gateway.test_cli import hub as hub
 from tests.gateway.test_cli import settings as settings
 from tests.gateway.test_cli import staccato as staccato
 from tests.gateway.test_cli import tenant as tenant
