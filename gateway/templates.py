@@ -6,6 +6,7 @@ vLLM has one rendering thread for each front, so a template that never ends hold
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from gateway import rendering
 from gateway.rendering import CHECK, DEADLINE_S, MADE, READY, RENDER, TEXT_MOST, VARIABLES
 
 START_S = 20.0  # until a process is there, on a machine that has much else to do
-PATIENCE_S = 0.1  # what takes longer lets others go first
+PATIENCE_S = 0.5  # what takes longer lets others go first, and a new process follows it
 AFTERWARDS = 10  # its niceness then
 GRACE_S = 1.0  # for the kernel to end what is late
 PASSED = ("PATH", "LD_LIBRARY_PATH", "TZ")  # what a Python needs of our environment, and what `strftime_now` shows
@@ -105,7 +106,7 @@ class _Process:
             )
         self._asked = Connection(ours.detach())
         self.end = weakref.finalize(self, _end, self._child, self._asked)
-        self.slowed = False
+        self.slowed = False  # nothing makes it quick again
         try:
             started = self._asked.poll(START_S) and self._asked.recv_bytes() == READY
         except (EOFError, OSError):
@@ -114,20 +115,26 @@ class _Process:
             self.end()
             raise TemplateError(f"the chat template was not rendered: no process for it within {START_S:.0f} s")
 
+    @property
+    def alive(self) -> bool:
+        return self.end.alive and self._child.poll() is None
+
     def ask(self, job: bytes) -> bytes:
         """Raises Harmful when it ends instead of answering."""
         try:
             self._asked.send_bytes(job)
             if not self._asked.poll(PATIENCE_S):
                 self.slowed = True
-                os.setpriority(os.PRIO_PROCESS, self._child.pid, AFTERWARDS)
+                with contextlib.suppress(OSError):  # it just ended, or nobody may say who goes first
+                    os.setpriority(os.PRIO_PROCESS, self._child.pid, AFTERWARDS)
             if self._asked.poll(DEADLINE_S + GRACE_S):
                 return self._asked.recv_bytes(len(MADE) + TEXT_MOST)
-            code = -signal.SIGALRM
+            late = True
         except (EOFError, OSError):
-            code = self._child.wait(GRACE_S)
+            late = False
         self.end()
-        if code == -signal.SIGALRM:
+        code = self._child.returncode
+        if late or code == -signal.SIGALRM:
             raise Harmful(f"the chat template did not end within {DEADLINE_S:.0f} s: let it loop less")
         raise Harmful(f"the chat template ended its process ({code}): let it make less, nested less deep")
 
@@ -145,10 +152,10 @@ _OF_THREAD = threading.local()
 def _ask(kind: str, template: str, variables: Mapping[str, Any]) -> str:
     job = json.dumps((kind, template, variables), default=str).encode()
     process: _Process | None = getattr(_OF_THREAD, "process", None)
-    if process is None or not process.end.alive:
+    if process is None or not process.alive:
         process = _OF_THREAD.process = _Process()
     reply = process.ask(job)
-    if process.slowed:  # nothing makes it quick again
+    if process.slowed:
         process.end()
     text = reply[len(MADE) :].decode("utf-8", "surrogatepass")
     if not reply.startswith(MADE):

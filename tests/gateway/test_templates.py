@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -196,6 +197,14 @@ def test_a_template_has_none_of_the_platforms_secrets() -> None:
     finally:
         del os.environ["STACCATO_TEST_SECRET"]
     assert b"STACCATO" not in environment
+
+
+def test_a_process_that_somebody_else_ended_is_replaced() -> None:
+    templates.Compiled("{{ 1 }}").render()
+    first = _pid()
+    os.kill(first, signal.SIGKILL)
+    templates._OF_THREAD.process._child.wait()
+    assert templates.Compiled("{{ 2 }}").render() == "2" and _pid() != first
 
 
 def test_a_process_ends_with_its_thread() -> None:
