@@ -53,6 +53,12 @@ def head(key: str, *fields: str, path: str = "/v1/completions") -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
+async def nobody(key: str) -> AsyncIterator[bytes]:
+    """The control: no connection at all, so what it shows is the machine's own noise."""
+    return
+    yield b""
+
+
 async def silence(key: str) -> AsyncIterator[bytes]:
     return
     yield b""
@@ -120,6 +126,7 @@ async def endless_template(key: str) -> AsyncIterator[bytes]:
 KINDS: dict[str, Says] = {
     kind.__name__: kind
     for kind in (
+        nobody,
         silence,
         slow_headers,
         slow_body,
@@ -141,8 +148,8 @@ KINDS: dict[str, Says] = {
 async def abuse(job: Job) -> Seen:
     seen, says = Seen(), KINDS[job.kind]
     reads = not job.kind.startswith("unread")
-    began = time.monotonic()
-    await asyncio.gather(*(one(job.port, says(job.key), reads, seen) for _ in range(job.connections)))
+    began, connections = time.monotonic(), 0 if says is nobody else job.connections
+    await asyncio.gather(*(one(job.port, says(job.key), reads, seen) for _ in range(connections)))
     await asyncio.sleep(max(0.0, WINDOW_S - (time.monotonic() - began)))
     return seen
 
@@ -167,7 +174,7 @@ async def one(port: int, says: AsyncIterator[bytes], reads: bool, seen: Seen) ->
     async def until_cut() -> None:
         """Who does not read is not told: the system is asked."""
         hung_up = select.poll()
-        hung_up.register(writer.get_extra_info("socket").fileno(), 0)
+        hung_up.register(writer.get_extra_info("socket").fileno(), select.POLLRDHUP)
         while not hung_up.poll(0):
             await asyncio.sleep(0.1)
 

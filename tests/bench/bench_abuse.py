@@ -168,7 +168,7 @@ async def most_rss(process: psutil.Process, window: asyncio.Task[Seen]) -> int:
 
 def write_evil(folder: Path) -> Path:
     """A model whose template loops without an end when it is told to."""
-    write_random(folder, "llama", hidden=64, layers=1)
+    write_random(folder, "llama", hidden=128, layers=2)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": EVIL}))
