@@ -30,6 +30,10 @@ class Disconnected(Exception):
     """The client went away."""
 
 
+class Unread(Exception):
+    """What else was sent is not parsed: some 256 KiB come at once, and may be thousands of requests."""
+
+
 _reading = 0  # bytes of all bodies that are being read
 
 
@@ -124,6 +128,8 @@ class BoundedHttp(HttpToolsProtocol):
     # ── headers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def on_message_begin(self) -> None:
+        if self._over:
+            raise Unread
         super().on_message_begin()
         self.scope["extensions"] = {CLOSING: self.transport.is_closing}  # type: ignore[dict-item]
         self._header_bytes = 0
@@ -131,17 +137,17 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_bytes += len(name) + len(value)
-        if self._check_headers():
-            super().on_header(name, value)
+        if not self._check_headers():
+            raise Unread
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._stop_headers()
-        if self._over:
-            return
         if len(self.pipeline) >= PIPELINED_MOST:
             self.transport.abort()
-        else:
-            super().on_headers_complete()
+        if self._over:
+            raise Unread
+        super().on_headers_complete()
 
     def _check_headers(self) -> bool:
         if self._header_bytes > HEADER_BYTES_MOST:
@@ -157,6 +163,11 @@ class BoundedHttp(HttpToolsProtocol):
         if self._headers_due:
             self._headers_due.cancel()
             self._headers_due = None
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to what could not be parsed; Unread was answered."""
+        if not self._over:
+            super().send_400_response(msg)
 
     def _refuse(self, status: bytes) -> None:
         if self._over:
