@@ -296,6 +296,8 @@ def environment(settings: Settings, names: tuple[str, ...]) -> dict[str, str]:
 def _text(value: object) -> str:
     if isinstance(value, list):
         return os.pathsep.join(map(str, value))
+    if isinstance(value, tuple):
+        return ",".join(value)
     return value.get_secret_value() if hasattr(value, "get_secret_value") else str(value)
 
 

@@ -84,7 +84,12 @@ class Fleet:
                 await asyncio.sleep(0.1)
 
     async def gpus(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = (await asyncio.to_thread(self.platform.get, "/api/v1/gpus")).json()["data"]
+        """While others use the machine up, an answer may be that it is too late."""
+        async with asyncio.timeout(30):
+            while (answer := await asyncio.to_thread(self.platform.get, "/api/v1/gpus")).status_code == 503:
+                await asyncio.sleep(0.1)
+        assert answer.status_code == 200, answer.text
+        found: list[dict[str, Any]] = answer.json()["data"]
         return found
 
     async def busy(self) -> set[str]:
@@ -111,6 +116,7 @@ class Fleet:
         moves: Counter[str] = Counter()
         task = asyncio.create_task(self._keep_moving(chance, moves))
         yield moves
+        assert not task.done() or not task.exception(), task.exception()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

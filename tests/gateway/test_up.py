@@ -220,6 +220,18 @@ def test_the_gateway_gets_every_setting_as_it_was_resolved(settings: Settings) -
     assert environment["STACCATO_DATABASE_URL"] == f"sqlite:///{settings.data}/staccato.db"
 
 
+def test_what_the_gateway_gets_is_what_was_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = {"data": str(tmp_path), "admin_key": "k", "model_roots": "/a:/b", "models_most": "1024", "hf_token": "t"}
+    told |= {"model_sources": "hf://org/,s3://bucket/x/", "hf_hosts": "a:1,.b", "s3_endpoint": "http://s:9"}
+    for set_ in ({"data": str(tmp_path)}, told):
+        for name, value in set_.items():
+            monkeypatch.setenv(f"STACCATO_{name.upper()}", value)
+        settings = load()
+        for name, value in up.environment(settings, tuple(Settings.model_fields)).items():
+            monkeypatch.setenv(name, value)
+        assert load() == settings
+
+
 async def test_nats_server_takes_the_configuration_written_for_it(settings: Settings) -> None:
     settings.data.mkdir()
     tree = Tree(settings.data / "logs", print)
