@@ -43,6 +43,13 @@ VALUES: dict[str, dict[str, Any]] = {
         "gateway": {"autoscaling": {"enabled": True, "most": 6}},
     },
     "encrypted bus": {"nats": {"tlsSecret": "nats-tls", "storage": {"className": "fast"}}},
+    "imports": {
+        "models": {
+            "existingClaim": "shared",
+            "imports": {"enabled": True, "sources": ["hf://org/", "s3://models/"], "secrets": ["STACCATO_HF_TOKEN"]},
+        },
+        "networkPolicy": {"importCidrs": ["0.0.0.0/0"]},
+    },
     "prefill": {
         "runtime": {"role": "prefill", "runtimeClassName": "nvidia", "nodeSelector": {"gpu": "h200"}},
         "networkPolicy": {"enabled": False},
@@ -286,6 +293,8 @@ def test_the_images_are_those_that_the_dockerfile_makes(rendered: dict[str, list
         ({"gatway": {}}, "additional properties 'gatway' not allowed"),
         ({"models": {"existingClaim": "", "hostPath": ""}}, "/models"),
         ({"models": {"existingClaim": "a", "hostPath": "/b"}}, "/models"),
+        ({"models": {"imports": {"sources": ["ftp://models/"]}}}, "/models/imports/sources/0"),
+        ({"models": {"imports": {"secrets": ["STACCATO_ADMIN_KEY"]}}}, "/models/imports/secrets/0"),
         ({"nats": {"enabled": False}}, "minLength: got 0, want 8"),
         ({"nats": {"enabled": False, "url": "nats://user:password@nats:4222"}}, "does not match pattern"),
         ({"runtime": {"policy": "fair"}}, "value must be one of"),

@@ -152,9 +152,11 @@ spec:
 
 {{- define "staccato.models" -}}
 - name: models
-  {{- if .Values.models.existingClaim }}
-  persistentVolumeClaim: {claimName: {{ .Values.models.existingClaim }}, readOnly: true}
+  {{- with .root.Values.models }}
+  {{- if .existingClaim }}
+  persistentVolumeClaim: {claimName: {{ .existingClaim }}, readOnly: {{ $.readOnly }}}
   {{- else }}
-  hostPath: {path: {{ .Values.models.hostPath }}, type: Directory}
+  hostPath: {path: {{ .hostPath }}, type: Directory}
+  {{- end }}
   {{- end }}
 {{- end }}
