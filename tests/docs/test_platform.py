@@ -39,7 +39,7 @@ class Followed:
 
 def the_readmes_up() -> list[str]:
     """Of `make up  # or: staccato up …`, without the port."""
-    (line,) = [line for block in blocks("README.md") for line in block.text.splitlines() if "# or: " in line]
+    (line,) = [line for block in blocks("README.md") for line in block.text.splitlines() if line.startswith("make up")]
     command = words(uncommented(line.partition("# or: ")[2]))
     assert command[0].endswith("staccato") and command[1:4] == ["up", "--port", "8080"]
     return command[4:]
