@@ -70,6 +70,7 @@ class Query:
 
 
 async def _nothing(*_: Any) -> Response:
+    """Of an Operation that does not decorate anything yet."""
     raise NotImplementedError
 
 

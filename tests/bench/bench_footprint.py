@@ -82,6 +82,7 @@ def main() -> None:
                 print(json.dumps({"deployed": 0, **idle(running)}), flush=True)
                 deploy(platform)
                 time.sleep(SETTLE_S)
+                running = processes(platform.process.pid)  # with what renders by now
                 print(json.dumps({"deployed": 3, "memory": memory(running)}), flush=True)
                 print(json.dumps({"deployed": 3, **idle(running)}), flush=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,15 +15,26 @@ NAMES = {
     "runtime.node": "node",
     "runtime.device": "device",
     "gateway.app": "gateway",
+    "rendering.py": "renderer",
     "up": "supervisor",
 }
-LIGHT = ("nats", "supervisor", "ledger", "node")  # everything that has no business with torch
+LIGHT = ("nats", "supervisor", "ledger", "node", "renderer")  # everything that has no business with torch
 
 
 def processes(supervisor: int) -> dict[str, psutil.Process]:
-    """Every process of the tree. Raises KeyError for one that has no name here: then NAMES is not complete."""
+    """Every process of the tree; what there are several of is numbered from the second on ("renderer 2"). Raises
+    KeyError for one that has no name here: then NAMES is not complete."""
     root = psutil.Process(supervisor)
-    return {_name(process): process for process in (root, *root.children(recursive=True))}
+    running: dict[str, psutil.Process] = {}
+    kinds = Counter[str]()
+    for process in (root, *root.children(recursive=True)):
+        try:
+            name = _name(process)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue  # it ended while we looked: renderers come and go
+        kinds[name] += 1
+        running[name if kinds[name] == 1 else f"{name} {kinds[name]}"] = process
+    return running
 
 
 def _name(process: psutil.Process) -> str:
