@@ -147,9 +147,9 @@ MOVING = Rules(migrate=True, whole=False)
 
 
 def _one_model(at_s: Floats, rng: np.random.Generator, tokens: Distribution) -> Workload:
-    lengths = (np.clip(tokens(rng, len(at_s)), 2, 6144).astype(np.int32) for _ in range(2))
+    prompts, outputs = (np.clip(tokens(rng, len(at_s)), 2, 6144).astype(np.int32) for _ in range(2))
     rate = len(at_s) / float(at_s[-1])
-    return Workload([LLAMA_7B], [rate], float(at_s[-1]) + 1, at_s, np.zeros(len(at_s), np.int32), *lengths)
+    return Workload([LLAMA_7B], [rate], float(at_s[-1]) + 1, at_s, np.zeros(len(at_s), np.int32), prompts, outputs)
 
 
 def _moves(run: Run) -> Result:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -31,7 +32,10 @@ from tests.e2e.conftest import Platform  # noqa: E402
 MODEL, MAX_MODEL_LEN, KV_BYTES = "m", 512, 256 << 20
 LOADS = {50: 3, 1: 8}  # streams at once → requests of each
 PAIRS = 4
-SHAPES = {"small (0.6 M)": dict(hidden=128, layers=2), "medium (27 M)": dict(hidden=512, layers=8, heads=8, kv_heads=4)}
+SHAPES: dict[str, dict[str, Any]] = {
+    "small (0.6 M)": dict(hidden=128, layers=2),
+    "medium (27 M)": dict(hidden=512, layers=8, heads=8, kv_heads=4),
+}
 TOP = 15
 
 
@@ -95,7 +99,7 @@ def theirs(model: Path, folder: Path, environment: dict[str, str]) -> Iterator[S
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:
-    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+    return sum((times.user + times.system for times in (process.cpu_times() for process in processes)), 0.0)
 
 
 def measure(client: Client, side: Side, streams: int, requests: int, salt: int) -> Sample:
@@ -160,7 +164,7 @@ def profile(client: Client, side: Side, samples: Path) -> dict[str, object]:
     return {"us_per_event": round(measured.front_us_per_event, 1), "samples": taken["samples"], **shares}
 
 
-def take(process: psutil.Process, samples: Path) -> dict:
+def take(process: psutil.Process, samples: Path) -> dict[str, Any]:
     path = samples / f"{process.pid}.json"
     path.unlink(missing_ok=True)
     process.send_signal(signal.SIGUSR1)
@@ -169,7 +173,8 @@ def take(process: psutil.Process, samples: Path) -> dict:
         if time.monotonic() > deadline:
             raise RuntimeError(f"process {process.pid} did not write {path}: its log says why")
         time.sleep(0.02)
-    return json.loads(path.read_text())
+    taken: dict[str, Any] = json.loads(path.read_text())
+    return taken
 
 
 def main() -> None:
@@ -177,7 +182,7 @@ def main() -> None:
 
     from deploy.demo.random_weights import write_random
 
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     profiling = "--profile" in sys.argv
     for name, shape in list(SHAPES.items())[: 1 if profiling else None]:
         with contextlib.ExitStack() as stack:

@@ -15,10 +15,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from runtime import pipe  # noqa: E402
 from store.wire import Residency  # noqa: E402
 from tests.bench.timing import load, milliseconds, one_thread, ratios  # noqa: E402
 
@@ -28,9 +30,13 @@ POOL_BYTES, HOST_BYTES = (
     256 << 20,
     1 << 30,
 )  # the hot model's weights and KV cache, and room for others to prove themselves
-SLEEPERS, SLEEPER_SHAPE = 8, dict(hidden=128, layers=2)
+SLEEPERS = 8
+SLEEPER_SHAPE: dict[str, Any] = dict(hidden=128, layers=2)
 PAIRS = 9
-SHAPES = {"small (0.6 M)": dict(hidden=128, layers=2), "medium (27 M)": dict(hidden=512, layers=8, heads=8, kv_heads=4)}
+SHAPES: dict[str, dict[str, Any]] = {
+    "small (0.6 M)": dict(hidden=128, layers=2),
+    "medium (27 M)": dict(hidden=512, layers=8, heads=8, kv_heads=4),
+}
 OUTPUT_TOKENS = {"small (0.6 M)": 256, "medium (27 M)": 64}
 
 
@@ -59,7 +65,7 @@ def serve_bare(model: str) -> None:
     for salt, line in enumerate(sys.stdin):
         tokens = int(line)
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        batch = [{"prompt_token_ids": prompt, "cache_salt": str(salt)} for prompt in prompts()]
+        batch: Any = [{"prompt_token_ids": prompt, "cache_salt": str(salt)} for prompt in prompts()]
         started = time.perf_counter()
         outputs = llm.generate(batch, sampling, use_tqdm=False)
         seconds = time.perf_counter() - started
@@ -99,31 +105,30 @@ class Bare:
 class Ours:
     """The device process as the node starts it; this process plays the node."""
 
+    def __init__(self, child: asyncio.subprocess.Process, end: pipe.NodeEnd) -> None:
+        self._child, self._pipe, self._messages = child, end, end.messages()
+        self._stream = 0
+
     @classmethod
     async def start(cls, model: Path, sleepers: list[Path]) -> Ours:
-        from runtime import pipe
         from tests.runtime.engines import spec
 
-        self = cls()
         ours, theirs = pipe.pair()
         with theirs:
             arguments = pipe.Began(theirs.fileno(), "round-robin", POOL_BYTES, HOST_BYTES).arguments()
-            self._child = await asyncio.create_subprocess_exec(
+            child = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "runtime.device", *arguments, pass_fds=[theirs.fileno()], cwd=ROOT
             )
-        self._pipe = await pipe.NodeEnd.open(ours)
-        self._messages = self._pipe.messages()
+        self = cls(child, await pipe.NodeEnd.open(ours))
         for path in sleepers:
             self._pipe.send(pipe.Place(spec(path, key=path.name)))
             await self._until(path.name, Residency.RESIDENT)
             self._pipe.send(pipe.Order(path.name, awake=False))
             await self._until(path.name, Residency.STAGED)
         self._pipe.send(pipe.Place(spec(model, key="m")))
-        self._stream = 0
         return self
 
     async def _until(self, model: str, residency: Residency) -> None:
-        from runtime import pipe
 
         async for message in self._messages:
             if isinstance(message, pipe.State) and model in message.models:
@@ -132,7 +137,6 @@ class Ours:
         raise RuntimeError(f"the device process ended before {model} was {residency}")
 
     async def batch_s(self, tokens: int) -> float:
-        from runtime import pipe
         from store.wire import Run
         from tests.runtime.engines import payload
 
@@ -168,14 +172,13 @@ class Ours:
         return seconds
 
     async def close(self) -> None:
-        from runtime import pipe
 
         self._pipe.send(pipe.Quit())
         await self._child.wait()
         self._pipe.close()
 
 
-async def measure(name: str, shape: dict[str, int]) -> dict[str, object]:
+async def measure(name: str, shape: dict[str, Any]) -> dict[str, object]:
     from deploy.demo.random_weights import write_random
 
     with tempfile.TemporaryDirectory() as folder:

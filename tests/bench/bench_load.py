@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 15
 MIB = 1 << 20
-SHAPE = dict(hidden=1024, layers=11, heads=8, kv_heads=4)  # 140 million weights, 536 MiB
+SHAPE: dict[str, Any] = dict(hidden=1024, layers=11, heads=8, kv_heads=4)  # 140 million weights, 536 MiB
 POOL_BYTES, HOST_BYTES = 640 * MIB, 2048 * MIB
 
 

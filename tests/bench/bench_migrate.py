@@ -20,6 +20,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -36,7 +37,7 @@ from tests.e2e.conftest import Platform  # noqa: E402
 CONTEXTS = (512, 2048, 8000)  # tokens
 MOVES, BEFORE, AFTER = 15, 20, 10  # tokens
 FIRST = 2  # moves, one from each runtime
-SHAPE = dict(hidden=256, layers=8, heads=8, kv_heads=8, context=9216)
+SHAPE: dict[str, Any] = dict(hidden=256, layers=8, heads=8, kv_heads=8, context=9216)
 MOVE_S_MOST = 20.0
 
 

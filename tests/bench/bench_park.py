@@ -18,8 +18,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -46,7 +47,7 @@ MIB = 1 << 20
 SIZES_MIB = (16, 64)
 ROUNDS, PREFILLS = 15, 3
 CONTEXT = 8192
-SHAPE = dict(hidden=256, layers=8, heads=8, kv_heads=8, context=CONTEXT)
+SHAPE: dict[str, Any] = dict(hidden=256, layers=8, heads=8, kv_heads=8, context=CONTEXT)
 TOKEN_BYTES = 8 * 2 * 256 * 4  # layers x (K and V) x width x float32: 16 KiB
 POOL_BYTES, HOST_BYTES = 256 * MIB, 4096 * MIB  # a 32nd of the host's is kept warm for parked requests: 128 MiB
 
@@ -113,16 +114,26 @@ def prefill_s(engine: VllmEngine, payload: bytes) -> float:
     return time.perf_counter() - started
 
 
+def _away(engine: VllmEngine) -> None:
+    engine.park()
+    awaited(engine, engine.parked)
+
+
+def _home(engine: VllmEngine) -> None:
+    engine.fetch(engine.held().kv_wanted)
+    awaited(engine, engine.arrived)
+
+
 def there_and_back(build: Builder, engine: VllmEngine, host: Cache, size: int) -> tuple[Trip, Trip]:
     reservation = engine.kv.reservation
     roof_out_s = seconds(lambda: reservation.copy(0, host, 0, size, Direction.TO_HOST).wait(WAIT_S))
     roof_back_s = seconds(lambda: reservation.copy(0, host, 0, size, Direction.TO_DEVICE).wait(WAIT_S))
 
     at_home = build.device.stats()
-    out_s = seconds(lambda: (engine.park(), awaited(engine, engine.parked)))
+    out_s = seconds(partial(_away, engine))
     build.device.settle(WAIT_S)
     away = build.device.stats()
-    back_s = seconds(lambda: (engine.fetch(engine.held().kv_wanted), awaited(engine, engine.arrived)))
+    back_s = seconds(partial(_home, engine))
     again = build.device.stats()
 
     moved = away.to_host_bytes - at_home.to_host_bytes

@@ -23,9 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ from runtime.policy.dispatch import LeastLoaded  # noqa: E402
 from runtime.request import Objective, RequestId  # noqa: E402
 from runtime.sim.workload import Workload, base  # noqa: E402
 from runtime.sim.world import World  # noqa: E402
+from store.views import PageRun  # noqa: E402
 from store.wire import EngineSpec, Run  # noqa: E402
 from tests.bench.timing import load, one_thread  # noqa: E402
 
@@ -205,9 +207,16 @@ class Watching:
     page_bytes: int
     pages_used: Callable[[], int]
     engines: dict[str, Watched]
+    life: int = 0
 
     def __call__(self, spec: EngineSpec) -> Any:
         return self.engines[spec.key]
+
+    def hold(self, blocks: Sequence[int], block_bytes: int, life: int) -> None:
+        """Nothing moves between devices here."""
+
+    def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
+        return []
 
 
 def serve(fd: int, scratch: Path) -> None:
@@ -237,7 +246,7 @@ def serve(fd: int, scratch: Path) -> None:
     end = pipe.DeviceEnd(socket.socket(fileno=fd))
     for line in sys.stdin:
         turns = POLICIES[line.strip()]()
-        device = Device(end, turns, watching, time.monotonic, lambda spec: profile.costs(model_size(spec)))
+        device = Device(end, turns, watching, time.monotonic, costs=lambda spec: profile.costs(model_size(spec)))
         device.run()
         tell(msgspec.to_builtins(counted))
     os._exit(0)  # vLLM's exit handlers tear down what is going anyway
@@ -348,8 +357,11 @@ class Node:
         for times in range(1, CHECKED_FIRST + 1):
             for spec in self.specs:
                 self.end.send(pipe.Order(spec.key, awake=True))
-            await self.until(lambda times=times: all(model.fetches >= times for model in self.state.models.values()))
+            await self.until(partial(self._fetched, times))
             await self.asleep()
+
+    def _fetched(self, times: int) -> bool:
+        return all(model.fetches >= times for model in self.state.models.values())
 
     async def asleep(self) -> None:
         await self.until(lambda: all(not model.running + model.waiting for model in self.state.models.values()))

@@ -26,7 +26,10 @@ from runtime.request import RequestId  # noqa: E402
 from tests.bench.timing import awaited, load, milliseconds, one_thread, ratios, seconds  # noqa: E402
 
 MIB = 1 << 20
-SHAPES = {"demo (2.5 MiB)": dict(hidden=128, layers=2), "14 MB": dict(hidden=256, layers=4, heads=4, kv_heads=2)}
+SHAPES: dict[str, dict[str, Any]] = {
+    "demo (2.5 MiB)": dict(hidden=128, layers=2),
+    "14 MB": dict(hidden=256, layers=4, heads=4, kv_heads=2),
+}
 COUNTS = (1, 4, 8, 16)
 BATCH, OUTPUT_TOKENS, ROUNDS = 8, 64, 9
 POOL_BYTES, HOST_BYTES = 512 * MIB, 2048 * MIB  # the pool as `staccato up` has it

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from runtime.engine.vllm import VllmEngine
 
 MIB = 1 << 20
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "0.6 M": dict(hidden=128, layers=2),
     "27 M": dict(hidden=512, layers=8, heads=8, kv_heads=4),
 }

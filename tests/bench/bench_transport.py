@@ -26,7 +26,8 @@ sys.path.insert(0, str(ROOT))
 import uvloop  # noqa: E402
 
 from runtime.memory.hostblocks import HostBlocks  # noqa: E402
-from runtime.memory.images import Images, Slabs  # noqa: E402
+from runtime.memory.images import Images  # noqa: E402
+from runtime.memory.slabs import Slabs  # noqa: E402
 from runtime.transport import PIECE_BYTES, Arrival, Door, Shared, Tcp  # noqa: E402
 from store.wire import KvForm  # noqa: E402
 from tests.bench.timing import gb_s, load, milliseconds, ratios  # noqa: E402

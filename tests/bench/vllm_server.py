@@ -75,7 +75,8 @@ class VllmServer:
     @property
     def core(self) -> list[psutil.Process]:
         """The engine core and what multiprocessing keeps beside it."""
-        return self.api_server.children(recursive=True)
+        children: list[psutil.Process] = self.api_server.children(recursive=True)
+        return children
 
     def stop(self) -> None:
         if self._process.poll() is None:

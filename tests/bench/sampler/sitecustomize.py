@@ -9,18 +9,19 @@ import os
 import signal
 import sys
 from collections import Counter
+from types import FrameType
 
 PERIOD_S = 0.001
 own: Counter[str] = Counter()  # samples in the function itself, or in C code it called
 within: Counter[str] = Counter()  # samples in it or below it
 
 
-def name(frame) -> str:
+def name(frame: FrameType) -> str:
     code = frame.f_code
     return f"{'/'.join(code.co_filename.split('/')[-3:])}:{code.co_firstlineno} {code.co_qualname}"
 
 
-def sample(number, frame) -> None:
+def sample(number: int, frame: FrameType | None) -> None:
     if frame is None:
         return
     own[name(frame)] += 1
@@ -31,7 +32,7 @@ def sample(number, frame) -> None:
     within.update(stack)
 
 
-def write(number, frame) -> None:
+def write(number: int, frame: FrameType | None) -> None:
     global own, within
     (own, own_taken), (within, within_taken) = (Counter(), own), (Counter(), within)  # a sample may come any time
     draft = f"{os.environ['SAMPLES']}/{os.getpid()}.draft"
