@@ -23,6 +23,7 @@ BODIES_BYTES_MOST = 256 << 20  # of all bodies that are being read
 PIPELINED_MOST = 16  # requests of a connection that wait for the answer to an earlier one
 UNSENT_BYTES_MOST = 16 << 10  # in the kernel, which else takes some MiB of what nobody reads, and as much here
 LINGER_S = 2.0  # after an answer that did not wait for all that was sent
+PASSED_BYTES_PER_S = 64 << 20  # of what comes in that time, of all connections together: some hundredths of a core
 CLOSING = "staccato.closing"  # the ASGI extension that says whether what is sent now is for nobody
 
 
@@ -35,6 +36,7 @@ class Unread(Exception):
 
 
 _reading = 0  # bytes of all bodies that are being read
+_paid_s = 0.0  # loop time until which nothing more is let pass
 
 
 async def read_body(request: Request, most: int, deadline_s: float) -> bytes:
@@ -118,12 +120,15 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._over:
+            self._let_pass(len(data))
             return
         headers = self._headers_due
         super().data_received(data)
         if headers is not None and headers is self._headers_due:  # a name or value without an end is nowhere counted
             self._header_bytes += len(data)
             self._check_headers()
+        if self._over:
+            self.parser = None  # it keeps the exception that ended it, and this the data
 
     # ── headers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -220,6 +225,18 @@ class BoundedHttp(HttpToolsProtocol):
         self._lingering = True
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _let_pass(self, size: int) -> None:
+        """One client reads its answer behind a body of some MiB; a thousand that send without end wait."""
+        global _paid_s
+        now = self.loop.time()
+        _paid_s = max(_paid_s, now) + size / PASSED_BYTES_PER_S
+        self.flow.pause_reading()
+        self.loop.call_at(_paid_s, self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
 
 
 def raise_open_files() -> None:

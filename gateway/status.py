@@ -10,6 +10,7 @@ import msgspec
 from gateway.objectives import objective, unmeetable
 from runtime.attainment import Shares, shares
 from store.deployments import Canary, Deployment, Revision
+from store.models import Progress
 from store.wire import Attained, ModelState, Residency
 
 # Of several runtimes the one that is furthest speaks for all.
@@ -46,7 +47,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     target_revision: int | None
     residency: str
     conditions: list[Condition]
-    progress: None
+    progress: Progress | None  # of what a runtime reads from its files now
     last_cold_start_ms: float | None
     attainment: Shares | None  # None: no request ended
 
@@ -61,7 +62,7 @@ def status(deployment: Deployment, active: States, target: States, attained: Ite
         target_revision=deployment.target.number if deployment.target else None,
         residency=residency.name.lower() if residency is not None else "none",
         conditions=_conditions(deployment, active, target),
-        progress=None,
+        progress=_progress(active),
         last_cold_start_ms=round(max(loads_ms), 1) if loads_ms else None,
         attainment=shares(attained),
     )
@@ -95,6 +96,17 @@ def loadable(states: Iterable[ModelState]) -> bool:
 def _residency(states: States) -> Residency | None:
     known = {state.residency for state in states.values()}
     return next((residency for residency in _FURTHEST if residency in known), None)
+
+
+def _progress(states: States) -> Progress | None:
+    """Of the runtime that is furthest; at the speed that it had so far."""
+    reading = [state for state in states.values() if state.files_bytes > 0]
+    if not reading:
+        return None
+    state = max(reading, key=lambda state: state.read_bytes / state.files_bytes)
+    left_bytes = state.files_bytes - state.read_bytes
+    eta_s = round(state.reading_s * left_bytes / state.read_bytes) if state.read_bytes else None
+    return Progress(done_bytes=state.read_bytes, total_bytes=state.files_bytes, eta_s=eta_s)
 
 
 def _conditions(deployment: Deployment, active: States, target: States) -> list[Condition]:

@@ -322,12 +322,13 @@ class Device:
         self._send_state(Use.PLATFORM)  # a build takes long: say that it began
         began = self._clock()
         try:
-            engine = self._build(spec)
+            engine = self._build(spec, partial(self._stepping.read, model, began))
             took_s = self._clock() - began
             built = Built(model, took_s, engine.weights_pages, engine.kv_pages_least, engine.held())
         except Exception as error:
             return BuildFailed(model, _reason("device.build_failed", model, error))
         finally:
+            self._stepping.end_reading()
             self._note("build", model, began)
         self._engines[model] = engine
         self._pipe.send(Formed(spec.key, engine.kv_form))

@@ -391,7 +391,7 @@ class Node:
             await self._serve_device()
             self._device, self._state, self._forms = None, pipe.State(), {}
             stepped = self._stepping.under_way()
-            self._stepping.end()
+            self._stepping.clear()
             self._migrations.device_lost()
             self._views.device_lost()
             await self._lose_all("the runtime lost its device process", stepped and stepped[0])
@@ -536,7 +536,7 @@ class Node:
             page_bytes=self._state.page_bytes,
             pages_total=self._state.pages_total,
             pages_used=self._state.pages_used,
-            models={key: state for key, state in self._state.models.items() if key not in self._leaving},
+            models=self._stepping.shown_in(self._state.models, self._leaving),
             attainment=self._state.attainment,
             accounts=self._state.accounts,
             wakes=self._state.wakes,

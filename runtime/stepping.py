@@ -1,18 +1,38 @@
-"""What the device is busy with, in memory that outlives its process: whose step it died in, and since when it hangs."""
+"""What the device is busy with, in memory that outlives its process: whose step it died in, and since when it hangs;
+and while it builds an engine and answers nobody, how much of the weights it has read."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import struct
+import time
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from store.wire import ModelState, Residency
 
 _BYTES = 4096
 _BEGAN = struct.Struct("<d")  # on the machine's monotonic clock, which all of its processes share; 0: between steps
 _KEY = struct.Struct("<H")  # bytes of the model's key, which follows
+_READING = struct.Struct("<QQd")  # bytes read, bytes of all (0: nothing is read), and since when; a key follows
+_READING_AT = 2048
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Weights on their way from their files."""
+
+    model: str
+    read_bytes: int
+    files_bytes: int
+    since: float  # on the machine's monotonic clock
 
 
 class Stepping:
-    """One cell: the device process writes, the node process reads."""
+    """A cell for each: the device process writes, the node process reads."""
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, _BYTES)
@@ -27,10 +47,7 @@ class Stepping:
 
     def begin(self, model: str, now: float) -> None:
         if model != self._model:
-            key = model.encode()
-            _KEY.pack_into(self._map, _BEGAN.size, len(key))
-            start = _BEGAN.size + _KEY.size
-            self._map[start : start + len(key)] = key
+            self._write_key(_BEGAN.size, model)
             self._model = model
         _BEGAN.pack_into(self._map, 0, now)
 
@@ -42,6 +59,45 @@ class Stepping:
         (began,) = _BEGAN.unpack_from(self._map)
         if not began:
             return None
-        (length,) = _KEY.unpack_from(self._map, _BEGAN.size)
-        start = _BEGAN.size + _KEY.size
-        return self._map[start : start + length].decode(), float(began)
+        return self._key(_BEGAN.size), float(began)
+
+    def read(self, model: str, since: float, read_bytes: int, files_bytes: int) -> None:
+        """So many bytes of the model's files so far."""
+        if not self.reading or self.reading.model != model:
+            self.end_reading()
+            self._write_key(_READING_AT + _READING.size, model)
+        _READING.pack_into(self._map, _READING_AT, read_bytes, files_bytes, since)
+
+    def end_reading(self) -> None:
+        _READING.pack_into(self._map, _READING_AT, 0, 0, 0.0)
+
+    @property
+    def reading(self) -> Reading | None:
+        read_bytes, files_bytes, since = _READING.unpack_from(self._map, _READING_AT)
+        return Reading(self._key(_READING_AT + _READING.size), read_bytes, files_bytes, since) if files_bytes else None
+
+    def clear(self) -> None:
+        """Of a process that is gone."""
+        self.end()
+        self.end_reading()
+
+    def shown_in(self, models: Mapping[str, ModelState], leaving: Container[str]) -> dict[str, ModelState]:
+        """What the device said last of those that stay, with how far the one is that it reads since then."""
+        shown, reading = {key: state for key, state in models.items() if key not in leaving}, self.reading
+        if reading and (state := shown.get(reading.model)) and state.residency is Residency.LOADING:
+            shown[reading.model] = msgspec.structs.replace(
+                state,
+                read_bytes=min(reading.read_bytes, reading.files_bytes),
+                files_bytes=reading.files_bytes,
+                reading_s=round(time.monotonic() - reading.since, 3),
+            )
+        return shown
+
+    def _write_key(self, at: int, model: str) -> None:
+        key = model.encode()
+        _KEY.pack_into(self._map, at, len(key))
+        self._map[at + _KEY.size : at + _KEY.size + len(key)] = key
+
+    def _key(self, at: int) -> str:
+        (length,) = _KEY.unpack_from(self._map, at)
+        return self._map[at + _KEY.size : at + _KEY.size + length].decode()

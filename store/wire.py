@@ -420,6 +420,9 @@ class ModelState(Message, frozen=True, kw_only=True, tag=True):
     kv_fragmentation: float = 0.0  # share of the pages with blocks in use that no block in use takes
     fetches: int = 0  # from the host's memory to the device
     fetch_ms: float = 0.0  # what the last took
+    read_bytes: int = 0  # of its files, while its engine is built
+    files_bytes: int = 0  # that it will be; 0: nothing is read now
+    reading_s: float = 0.0  # since when
     step_ms: float = 0.0  # estimate of a decode step of one request alone; 0: not known
     prefill_ms: float = 0.0  # estimate for the longest prompt it takes, alone; 0: not known
     busy: float = 0.0  # share of the device's time that its requests need to keep their pace

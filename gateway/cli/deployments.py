@@ -256,7 +256,7 @@ def until(phases: tuple[str, ...], gateway: Gateway, row: Row, timeout_s: float,
                 raise CliError(f"{name} failed: {failure(row)}")
             if time.monotonic() > deadline_s:
                 raise CliError(f"{name} is still {phase} after {timeout_s:g} s: see `staccato show {name}`", RETRYABLE)
-            tell(phase)
+            tell(phase, at(row, "status.progress"))
             time.sleep(POLL_S)
             row = gateway.get(route("deployments", text(row["id"])))
     return row

@@ -11,11 +11,11 @@ from gateway.cli.api import Row
 
 
 @contextlib.contextmanager
-def expected(message: str, lasts_s: float | None) -> Iterator[Callable[[str], None]]:
-    """A bar that is full after `lasts_s`, with the time that is left, to be told from time to time how it stands; a
-    spinner where nobody knows how long it lasts, and nothing when nobody looks."""
+def expected(message: str, lasts_s: float | None) -> Iterator[Callable[[str, object], None]]:
+    """A bar that is full after `lasts_s`, with the time that is left, to be told from time to time how it stands, and
+    the bytes that came; a spinner where nobody knows how long it lasts, and nothing when nobody looks."""
     if not sys.stderr.isatty():
-        yield lambda how: None
+        yield lambda how, progress: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -26,12 +26,21 @@ def expected(message: str, lasts_s: float | None) -> Iterator[Callable[[str], No
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         task, began_s = shown.add_task(message, total=lasts_s, left=""), time.monotonic()
 
-        def tell(how: str) -> None:
+        def tell(how: str, progress: object) -> None:
             passed_s = time.monotonic() - began_s
             left = _left(lasts_s - passed_s) if lasts_s else ""
+            how = f"{how}, {_read(progress)}" if isinstance(progress, dict) else how
             shown.update(task, completed=passed_s, description=f"{message}: {how}", left=left)
 
         yield tell
+
+
+def _read(progress: Row) -> str:
+    from rich.filesize import decimal
+
+    done, total = (decimal(_number(progress.get(name))) for name in ("done_bytes", "total_bytes"))
+    eta_s = progress.get("eta_s")
+    return f"{done} of {total} read" + ("" if eta_s is None else f", about {eta_s} s left")
 
 
 def _left(rest_s: float) -> str:

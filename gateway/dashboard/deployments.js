@@ -2,7 +2,7 @@
 
 import { all, post } from "./api.js";
 import { every, h, head, Table } from "./dom.js";
-import { duration } from "./format.js";
+import { bytes, duration } from "./format.js";
 
 export const title = "Deployments";
 export const admin = false;
@@ -19,7 +19,7 @@ export function show(root, { who, signal, say }) {
     [
       { title: "Name", key: (one) => one.name, cell: (one) => h("button", { class: "link", onclick: () => choose(one.id) }, one.name) },
       ...(who.admin ? [{ title: "Tenant", cell: (one) => one.tenant }] : []),
-      { title: "Phase", key: (one) => one.status.phase, cell: (one) => pill(one.status.phase) },
+      { title: "Phase", key: (one) => one.status.phase, cell: (one) => pill(one.status.phase, one.status.progress) },
       { title: "Where", cell: (one) => one.status.residency },
       { title: "Revision", number: true, cell: (one) => revisions(one.status) },
       { title: "Last cold start", number: true, cell: (one) => (one.status.last_cold_start_ms ? duration(one.status.last_cold_start_ms) : "–") },
@@ -89,7 +89,9 @@ function able(one) {
 
 const revisions = ({ active_revision: active, target_revision: target }) => (target === null ? active : `${active} → ${target}`);
 
-const pill = (phase) => h("span", { class: `pill ${phase}` }, phase);
+const pill = (phase, progress) => h("span", { class: `pill ${phase}` }, progress ? `${phase}, ${read(progress)}` : phase);
+
+const read = (progress) => `${bytes(progress.done_bytes)} of ${bytes(progress.total_bytes)}`;
 
 function described(one) {
   const facts = SHOWN.filter((name) => one[name] !== undefined && one[name] !== null).flatMap((name) => [

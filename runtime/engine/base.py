@@ -9,7 +9,7 @@ is, and `wait` is for who has nothing else to do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -177,6 +177,9 @@ class Hold(Protocol):
         """They may go; again does no harm."""
 
 
+Told = Callable[[int, int], None]
+
+
 class Build(Protocol):
     """Makes engines; the only thing the device process knows of vLLM."""
 
@@ -185,8 +188,9 @@ class Build(Protocol):
     pages_total: int  # of the device's pool
     page_bytes: int
 
-    def __call__(self, spec: EngineSpec) -> Engine:
-        """Build the engine and put its weights into the host's cache; takes no pages. Raises EngineError."""
+    def __call__(self, spec: EngineSpec, told: Told, /) -> Engine:
+        """Build the engine and put its weights into the host's cache; takes no pages. `told` hears how many bytes of
+        its files were read, of how many. Raises EngineError."""
 
     def hold(self, blocks: list[int], block_bytes: int, life: int) -> Hold | None:
         """What the process with that life keeps there stays, also when it dies. None if it is dead already."""

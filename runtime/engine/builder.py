@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,17 @@ import msgspec
 import structlog
 import torch
 from vllm.config import ModelConfig
+from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
-from runtime.engine.base import EngineError, Hold
+from runtime.engine.base import EngineError, Hold, Told
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.vllm import VllmEngine, first_line
 from runtime.engine.worker import Building, building
@@ -45,7 +48,7 @@ _meta = msgspec.msgpack.Encoder()
 ADDRESSES_PER_FILE_BYTE = 6  # wider types, packed copies beside tied embeddings; only addresses
 ADDRESSES_LEAST = 256 << 20
 KEPT_PART = 32  # of the host's cache, for requests that will be parked
-IMAGE_FORMAT = "staccato_image"
+IMAGE_FORMAT, FILES_FORMAT = "staccato_image", "staccato_files"
 
 
 class Meta(msgspec.Struct, frozen=True):
@@ -53,6 +56,10 @@ class Meta(msgspec.Struct, frozen=True):
 
     layout: list[tuple[int, int]]
     golden: list[int]
+
+
+def _nobody(read_bytes: int, files_bytes: int) -> None:
+    """Is told."""
 
 
 class Builder:
@@ -90,14 +97,15 @@ class Builder:
         self.device.close()
         self.images.close()
 
-    def __call__(self, spec: EngineSpec) -> VllmEngine:
-        return self.build(spec)
+    def __call__(self, spec: EngineSpec, told: Told = _nobody, /) -> VllmEngine:
+        return self.build(spec, told)
 
-    def build(self, spec: EngineSpec, **more: Any) -> VllmEngine:
+    def build(self, spec: EngineSpec, told: Told = _nobody, **more: Any) -> VllmEngine:
         """`more` goes to vLLM's settings."""
         key = ImageKey(_identity(spec), self.version, spec.dtype, 1, _architecture())
-        addresses = ADDRESSES_LEAST + ADDRESSES_PER_FILE_BYTE * _weight_file_bytes(spec)
-        now = Building(self.device, addresses)
+        files_bytes = _weight_file_bytes(spec)
+        addresses = ADDRESSES_LEAST + ADDRESSES_PER_FILE_BYTE * files_bytes
+        now = Building(self.device, addresses, lambda read_bytes: told(read_bytes, files_bytes))
         try:
             image = self.images.find(key)
             if image is not None and (engine := self._from_image(spec, now, key, image, more)) is not None:
@@ -111,7 +119,7 @@ class Builder:
     def _from_files(self, spec: EngineSpec, now: Building, key: ImageKey, more: dict[str, Any]) -> VllmEngine:
         """Read the weights as vLLM does, ask the model the golden question, keep an image of both."""
         _check_files(spec)
-        engine = self._core(spec, now, "safetensors", more)
+        engine = self._core(spec, now, FILES_FORMAT, more)
         try:
             golden = engine.say_while_building()
             match self.images.make(key, engine.weights.size):
@@ -178,6 +186,23 @@ class _FromImage(BaseModelLoader):
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         pass
+
+
+@register_model_loader(FILES_FORMAT)
+class _FromFiles(DefaultModelLoader):
+    """vLLM's for safetensors, which counts what it reads."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(replace(load_config, load_format="safetensors"))
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: torch.nn.Module
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        now, read_bytes = building.get(), 0
+        for name, tensor in super().get_all_weights(model_config, model):
+            yield name, tensor
+            read_bytes += tensor.nbytes
+            now.read(read_bytes)
 
 
 def _content(state: PageState, owner: int, caches: Mapping[int, str]) -> Content:

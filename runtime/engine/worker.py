@@ -54,6 +54,7 @@ class Building:
 
     device: Device
     addresses_bytes: int  # generous: only addresses
+    read: Callable[[int], None]  # is told how many bytes of its files were
     home: Home = field(init=False)
     kv: KvRegion = field(init=False)
 

@@ -1,12 +1,12 @@
 """Does a client who behaves badly a thousand times harm another tenant?
 
-`staccato up` with two tenants. One streams tokens; the other misbehaves from another address, in windows that follow
-quiet ones. For each kind of abuse: how many connections the gateway answered with which status, how many it cut, how
-long the longest lived, what the gateway grew by; and the other tenant's p95 between two tokens, in the window over the
-quiet one before it. Abusers (a process of the lowest priority), reader and platform share the machine's cores: how many
-each used is said, and how many everybody else on the machine.
+`staccato up` with two tenants. One streams tokens; the other misbehaves from another address, in windows between quiet
+ones. For each kind of abuse: how many connections the gateway answered with which status, how many it cut, how long the
+longest lived, what the gateway grew by; and the other tenant's p95 between two tokens (its longest pause, too), in the
+window over the mean of the quiet ones before and after it. Abusers (a process of the lowest priority), reader and
+platform share the machine's cores: how many each used is said, and how many everybody else on the machine.
 
-`python tests/bench/bench_abuse.py [--connections 1000] [--pairs 3] [--load 1.5] [--wait 60] [KIND ...]`
+`python tests/bench/bench_abuse.py [--connections 1000] [--pairs 3] [--load 2] [--wait 60] [KIND ...]`
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -38,6 +39,9 @@ from tests.conftest import free_port  # noqa: E402
 from tests.e2e.conftest import Platform  # noqa: E402
 
 MIB = 1 << 20
+SHAPE: dict[str, Any] = dict(
+    hidden=512, layers=8, heads=8, kv_heads=4
+)  # some 7 ms for a token: no GPU is faster by much
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 EVIL = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}hello"
 
@@ -74,10 +78,11 @@ class Gaps:
         task.cancel()
         await asyncio.wait([task])
 
-    async def p95_ms(self, window: Awaitable[object]) -> float:
+    async def during(self, window: Awaitable[object]) -> tuple[float, float]:
+        """p95 and the longest, in milliseconds."""
         self.times.clear()
         await window
-        return statistics.quantiles(self.times, n=20)[-1] * 1e3
+        return statistics.quantiles(self.times, n=20)[-1] * 1e3, max(self.times) * 1e3
 
 
 class Cores:
@@ -132,28 +137,33 @@ async def measure(platform: Platform, abusers: Abusers, job: Job, chosen: argpar
     gateway = platform.child("gateway.app")
     gaps = Gaps(platform)
     grown = 0
-    quiet, loud, loads = list[float](), list[float](), list[float]()
+    quiet, loud, loads, longest = list[float](), list[float](), list[float](), dict[str, list[float]]()
     cores = list[dict[str, dict[str, float]]]()
     ends: Counter[str] = Counter()
     lived: list[float] = []
     for _ in range(chosen.pairs):
         loads.append(await settled(chosen.load, chosen.wait))
         async with gaps.streaming():
-            before_cores = Cores(platform, abusers)
-            quiet.append(await gaps.p95_ms(asyncio.sleep(WINDOW_S)))
-            cores.append({"quiet": before_cores.used()})
-            before, during = gateway.memory_info().rss, Cores(platform, abusers)
+            used = Cores(platform, abusers)
+            before = await gaps.during(asyncio.sleep(WINDOW_S))
+            cores.append({"quiet": used.used()})
+            rss, used = gateway.memory_info().rss, Cores(platform, abusers)
             window = asyncio.create_task(asyncio.to_thread(abusers.run, job))
             watching = asyncio.create_task(most_rss(gateway, window))
-            loud.append(await gaps.p95_ms(window))
-            cores[-1]["loud"] = during.used()
-            grown = max(grown, await watching - before)
+            during = await gaps.during(window)
+            cores[-1]["loud"] = used.used()
+            grown = max(grown, await watching - rss)
+            after = await gaps.during(asyncio.sleep(WINDOW_S))
+        quiet.append((before[0] + after[0]) / 2)
+        loud.append(during[0])
+        for name, longest_ms in (("quiet_ms", max(before[1], after[1])), ("ms", during[1])):
+            longest.setdefault(name, []).append(round(longest_ms))
         seen = window.result()
         ends += seen.ends
         lived += seen.lived_s
     ratio = spread((a / b for a, b in zip(loud, quiet, strict=True)), 2)
     said = {"ends": dict(ends), "lived_s_most": round(max(lived, default=0), 1), "grown_mib": round(grown / MIB)}
-    p95 = {"p95_ms": spread(loud, 1), "quiet_ms": spread(quiet, 1), "ratio": ratio}
+    p95 = {"p95_ms": spread(loud, 1), "quiet_ms": spread(quiet, 1), "ratio": ratio, "longest": longest}
     conditions = {"cores": cores, "load_before": loads, "load": load()}
     return {"kind": job.kind, "connections": job.connections, **said, **p95, **conditions}
 
@@ -179,7 +189,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connections", type=int, default=1000)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--load", type=float, default=1.5, help="of the machine, before a pair begins")
+    parser.add_argument("--load", type=float, default=2.0, help="of the machine, before a pair begins")
     parser.add_argument("--wait", type=float, default=60.0, help="longest wait for that, in seconds")
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
     chosen = parser.parse_args()
@@ -188,7 +198,7 @@ async def main() -> None:
         platform = Platform(Path(name) / "data", free_port())
         try:
             platform.start("--device-memory", "512MiB")
-            platform.model("m", write_random(Path(name) / "m", "llama", hidden=128, layers=2))
+            platform.model("m", write_random(Path(name) / "m", "llama", **SHAPE))
             platform.model("evil", write_evil(Path(name) / "evil"))
             for tenant in ("acme", "globex"):
                 platform.tenant(tenant)

@@ -49,7 +49,7 @@ from store.wire import EngineSpec, Run  # noqa: E402
 from tests.bench.timing import load, one_thread  # noqa: E402
 
 if TYPE_CHECKING:
-    from runtime.engine.base import Engine, Output
+    from runtime.engine.base import Engine, Output, Told
 
 MIB = 1 << 20
 MODELS = 10
@@ -75,8 +75,8 @@ WAIT_S = 120.0
 # ── what is asked, and how well it went ───────────────────────────────────────────────────────────────────────────────
 
 
-def workload(sizes: Sequence[ModelSize], rate: float, duration_s: float) -> Workload:
-    drawn = base(MODELS, SEED, rate, duration_s, cv=CV, sizes=sizes)
+def workload(sizes: Sequence[ModelSize], rate: float, duration_s: float, cv: float = CV) -> Workload:
+    drawn = base(MODELS, SEED, rate, duration_s, cv=cv, sizes=sizes)
     return dataclasses.replace(
         drawn,
         prompt_tokens=np.clip(drawn.prompt_tokens, *PROMPT_TOKENS),
@@ -148,13 +148,18 @@ def predicted(work: Workload, profile: Profile, policy: str, objective: Objectiv
     return answer(work, objective, all_asked, device.instance.switches, device.fetches, device.busy_s / world.now)
 
 
+def asking(share: float, sizes: Sequence[ModelSize], profile: Profile, duration_s: float, cv: float = CV) -> Workload:
+    """For so much of the device, if each request were served alone."""
+    step_s = statistics.mean(profile.costs(size).step(1, CONTEXT_TYPICAL) for size in sizes)
+    alone_s = MODELS * step_s * float(workload(sizes, 1.0, duration_s, cv).output_tokens.mean())
+    return workload(sizes, share / alone_s, duration_s, cv)
+
+
 def at_capacity(sizes: Sequence[ModelSize], profile: Profile, objective: Objective, duration_s: float) -> Workload:
     """The densest trace that `slack` is said to bear. Bursts meet by chance, so a denser one may be borne better."""
-    step_s = statistics.mean(profile.costs(size).step(1, CONTEXT_TYPICAL) for size in sizes)
-    alone_s = MODELS * step_s * float(workload(sizes, 1.0, duration_s).output_tokens.mean())
-    borne = workload(sizes, LOADS[0] / alone_s, duration_s)
+    borne = asking(LOADS[0], sizes, profile, duration_s)
     for share in LOADS[1:]:
-        denser = workload(sizes, share / alone_s, duration_s)
+        denser = asking(share, sizes, profile, duration_s)
         said = predicted(denser, profile, "slack", objective)
         if min(said.token_attainment, said.first_token_attainment) >= CAPACITY:
             borne = denser
@@ -209,7 +214,7 @@ class Watching:
     engines: dict[str, Watched]
     life: int = 0
 
-    def __call__(self, spec: EngineSpec) -> Any:
+    def __call__(self, spec: EngineSpec, told: Told, /) -> Any:
         return self.engines[spec.key]
 
     def hold(self, blocks: Sequence[int], block_bytes: int, life: int) -> None:

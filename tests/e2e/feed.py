@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
@@ -19,7 +20,7 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway import dashboard
@@ -159,7 +160,26 @@ class Feed:
         self._lock = threading.Lock()
 
     def app(self) -> Starlette:
-        return Starlette(routes=[*dashboard.routes(), Route("/api/v1/{path:path}", self.answer)])
+        routes = [
+            Route("/api/v1/events", self.events),
+            Route("/api/v1/{path:path}", self.answer, methods=["GET", "POST"]),
+        ]
+        return Starlette(routes=[*dashboard.routes(), *routes])
+
+    async def events(self, request: Request) -> Response:
+        """A model falls asleep or wakes up, two each second."""
+
+        async def told() -> AsyncIterator[bytes]:
+            chance = random.Random(2)
+            shown = {one["id"]: one for one in self._deployments()}
+            for id in shown:
+                yield _event(shown[id], shown[id]["status"]["phase"])
+            while True:
+                await asyncio.sleep(0.5)
+                one = shown[chance.choice(list(shown))]
+                yield _event(one, chance.choice(("awake", "asleep")))
+
+        return StreamingResponse(told(), media_type="text/event-stream")
 
     def answer(self, request: Request) -> Response:
         path = request.path_params["path"]
@@ -179,6 +199,15 @@ class Feed:
                     return JSONResponse({"data": self._deployments(), "next_cursor": None})
                 case ["usage"]:
                     return JSONResponse({"data": self._usage(request.query_params["group_by"]), "next_cursor": None})
+                case ["audit"]:
+                    return JSONResponse({"data": self._audit(), "next_cursor": None})
+                case ["models"]:
+                    found = [{"name": name, "state": "ready"} for name in NAMES]
+                    return JSONResponse({"data": found, "next_cursor": None})
+                case ["tenants"]:
+                    return JSONResponse({"data": [{"name": name} for name in TENANTS], "next_cursor": None})
+                case ["deployments:plan"]:
+                    return JSONResponse(self._plan())
                 case _:
                     return JSONResponse({"detail": f"nobody plays {path}"}, 404)
 
@@ -215,6 +244,41 @@ class Feed:
                 slo = {"ttft_ms": 10_000, "tbt_ms": 100}
                 found.append({"id": key, "name": name, "tenant": tenant, "model": name, "slo": slo, "status": status})
         return found
+
+    def _audit(self) -> list[dict[str, Any]]:
+        """One more each second, the newest first."""
+        now_s = int(time.time())
+        rows = []
+        for seq in range(now_s, now_s - 100, -1):
+            chance = random.Random(seq)
+            change = {"name": chance.choice(NAMES), "weight": chance.randint(0, 50)}
+            rows.append(
+                {"id": f"{seq:032x}", "seq": seq, "at_us": seq * S, "kind": "canary.changed", "tenant_id": "t"}
+                | {
+                    "subject_id": f"{chance.randint(0, 79):032x}",
+                    "by": "admin",
+                    "old": change | {"weight": 0},
+                    "new": change,
+                }
+            )
+        return rows
+
+    def _plan(self) -> dict[str, Any]:
+        times = {"ms": 380.0, "by": "measured"}
+        runtime = {"fits": True, "reason": None, "kv_tokens": 480_000, "kv_tokens_now": 21_000, "longest_requests": 14}
+        runtime |= {"cold_start": dict.fromkeys(("pages", "host", "files"), times), "step": times, "busy": 0.4}
+        slowed = [{"deployment": name, "tenant": tenant, "busy": 0.1} for name in NAMES for tenant in TENANTS]
+        return {
+            "fits": True,
+            "reasons": [],
+            "weight_bytes": 15 << 30,
+            "kv_bytes_per_token": 131_072,
+            "max_model_len": 32_768,
+            "runtimes": [runtime | {"id": gpu.id} for gpu in self.gpus],
+            "slows": [one | {"runtime": gpu.id} for gpu in self.gpus for one in slowed],
+            "objective": None,
+            "price": None,
+        }
 
     def _usage(self, group_by: str) -> list[dict[str, Any]]:
         chance = random.Random(group_by)
@@ -264,6 +328,11 @@ class Feed:
             "models": {key: self.names[key] for key in keys if key},
         }
         return Response(msgspec.json.encode(shown), media_type="application/json")
+
+
+def _event(deployment: dict[str, Any], phase: str) -> bytes:
+    said = {"deployment_id": deployment["id"], "deployment": deployment["name"], "tenant": deployment["tenant"]}
+    return b"data: " + msgspec.json.encode(said | {"phase": phase}) + b"\n\n"
 
 
 @contextmanager

@@ -374,9 +374,12 @@ def test_fifty_models_on_eight_gpus_leave_the_browser_idle(tab: Any, chromium: A
 
     with serving(Feed(gpus=8, models=50)) as url:
         sign_in(tab, url, "any")
-        for name in ("now", "timeline", "pages"):
+        for name in ("now", "timeline", "pages", "deployments", "plan", "events", "cold-starts", "objectives", "usage"):
             tab.click(f"#to-{name}")
+            if name == "plan":
+                tab.click("button:text-is('Plan')")
             tab.wait_for_timeout(5000)
+            assert tab.locator("tbody tr, .lanes canvas, .ways li").count() > 0, f"{name} is empty"
             began, before = time.monotonic(), cpu_s()
             tab.wait_for_timeout(30000)
             share = (cpu_s() - before) / (time.monotonic() - began)

@@ -28,7 +28,7 @@ from gateway import cli, config
 from gateway.auth import Auth
 from gateway.cli.api import CONFLICT, NOT_FOUND, RETRYABLE, USAGE
 from gateway.cli.chat import events
-from gateway.cli.progress import bytes_coming
+from gateway.cli.progress import bytes_coming, expected
 from gateway.control import Control, Engines
 from gateway.fleet import Fleet
 from gateway.metrics import Metrics
@@ -475,14 +475,33 @@ def test_an_import_that_is_refused_is_an_error_and_is_taken_up_when_said_again(s
     assert staccato("model", "cancel", "odd").code == 4
 
 
-def test_a_person_sees_bytes_and_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def in_place_of_stderr(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     terminal = Terminal()
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
+
+
+def test_who_wakes_a_model_sees_what_was_read_of_it_and_how_long_that_took_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = in_place_of_stderr(monkeypatch)
+    with expected("waking [m]", 8.0) as tell:
+        tell("waking", None)
+        time.sleep(0.3)
+        tell("waking", {"done_bytes": 1_500_000_000, "total_bytes": 6_000_000_000, "eta_s": 3})
+    said = terminal.getvalue()
+    assert all(part in said for part in ("waking [m]: waking", "1.5 GB of 6.0 GB read, about 3 s left"))
+
+
+def test_a_person_sees_bytes_and_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = in_place_of_stderr(monkeypatch)
     with bytes_coming("reading [m]") as tell:
         tell({"done_bytes": 1_500_000, "total_bytes": 3_000_000, "eta_s": 65, "waits_for": None})
         time.sleep(0.3)

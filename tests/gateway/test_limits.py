@@ -225,6 +225,43 @@ async def test_the_rest_of_a_body_that_nobody_waits_for_is_not_read_for_ever(mon
         assert time.monotonic() - began < 5
 
 
+async def test_who_sends_all_of_a_refused_body_first_reads_the_answer_behind_it() -> None:
+    async with served() as port:
+        size = 12 << 20
+        head = b"POST /refused HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % size
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head + b"a" * size)
+        await asyncio.wait_for(writer.drain(), 5)
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"no")
+        writer.close()
+
+
+async def test_what_comes_after_answers_is_let_pass_at_a_bounded_rate_for_all_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "LINGER_S", 1.0)
+    monkeypatch.setattr(limits, "PASSED_BYTES_PER_S", MIB)
+    passed: list[int] = []
+    let_pass = limits.BoundedHttp._let_pass
+    monkeypatch.setattr(limits.BoundedHttp, "_let_pass", lambda self, size: (passed.append(size), let_pass(self, size)))
+
+    async def flood(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(OSError):
+            writer.write(b"GET / HTTP/1.1\r\nx: " + b"a" * (limits.HEADER_BYTES_MOST + 1))
+            while True:
+                writer.write(b"a" * 65_536)
+                await writer.drain()
+
+    async with served() as port:
+        await asyncio.gather(*(flood(port) for _ in range(4)))
+        await soon(lambda: open_on(port) == 0)
+        assert passed, "nobody was let pass anything"
+        at_once = 4 * max(passed)  # each brings one piece before it waits
+        assert sum(passed) <= at_once + 1.5 * MIB
+
+
 async def test_a_body_that_comes_fast_enough_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BODY_BYTES_PER_S_LEAST", 500)
     async with served() as port:

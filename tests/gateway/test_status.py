@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.status import loadable, phase
+from gateway.status import _progress, loadable, phase
+from store.models import Progress
 from store.wire import ModelState, Residency
 
 COLD, LOADING, RESIDENT, FAILED, LEAVING, STAGED = (ModelState(residency=residency) for residency in Residency)
@@ -45,3 +46,13 @@ def test_a_revision_is_loadable_once_some_runtime_has_loaded_it() -> None:
     assert all(loadable([state]) for state in (SLEPT, PARKED, RESIDENT, fetched_again))
     assert not any(loadable([state]) for state in (COLD, STAGED, LOADING, FAILED, failed_later))
     assert loadable([FAILED, RESIDENT]) and not loadable([])
+
+
+def test_progress_is_of_the_runtime_that_is_furthest_at_the_speed_it_had() -> None:
+    def reading(read_bytes: int, s: float) -> ModelState:
+        return ModelState(residency=Residency.LOADING, read_bytes=read_bytes, files_bytes=4000, reading_s=s)
+
+    assert _progress({"r1": LOADING, "r2": RESIDENT}) is None
+    assert _progress({"r1": reading(0, 1.0)}) == Progress(done_bytes=0, total_bytes=4000)
+    furthest = _progress({"r1": reading(10, 1.0), "r2": reading(1000, 5.0), "r3": LOADING})
+    assert furthest == Progress(done_bytes=1000, total_bytes=4000, eta_s=15)

@@ -11,7 +11,7 @@ from typing import Any
 
 from runtime import pipe
 from runtime.device import Device
-from runtime.engine.base import Build, Engine
+from runtime.engine.base import Build, Engine, Told
 from runtime.journal import Began, Journal, appended
 from runtime.policy.by_name import POLICIES
 from runtime.request import Objective
@@ -33,7 +33,7 @@ class Kept:
         self._build = build
         self._engines: dict[str, Engine] = {}
 
-    def __call__(self, spec: EngineSpec) -> Engine:
+    def __call__(self, spec: EngineSpec, told: Told, /) -> Engine:
         if spec.key not in self._engines:
             self._engines[spec.key] = self._build(spec)
             one_thread()

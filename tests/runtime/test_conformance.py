@@ -169,6 +169,20 @@ def test_an_image_that_changed_is_noticed_and_given_up(build: Any, random_models
     again.close()
 
 
+def test_who_builds_from_files_is_told_how_many_bytes_of_them_were_read(
+    build: Any, random_models: dict[str, Path]
+) -> None:
+    told: list[tuple[int, int]] = []
+    engine = build(spec(random_models["llama"]), lambda *read: told.append(read))
+    engine.close()
+    files_bytes = sum(path.stat().st_size for path in random_models["llama"].glob("*.safetensors"))
+    assert len(told) > 10 and told == sorted(told) and {of for _, of in told} == {files_bytes}
+    assert 0.95 * files_bytes < told[-1][0] <= files_bytes  # but for the headers
+    told.clear()
+    build(spec(random_models["llama"]), lambda *read: told.append(read)).close()
+    assert told == []  # there is an image now
+
+
 def test_files_that_changed_since_they_were_registered_are_refused(build: Any, random_models: dict[str, Path]) -> None:
     import msgspec
 

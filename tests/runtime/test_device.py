@@ -13,7 +13,7 @@ import pytest
 
 from runtime import pipe
 from runtime.device import Device
-from runtime.engine.base import BadRequest, EngineError, Held, Hold, Output
+from runtime.engine.base import BadRequest, EngineError, Held, Hold, Output, Told
 from runtime.policy.turns import RoundRobin
 from runtime.request import RequestId
 from store.views import Content, PageRun, Use
@@ -126,7 +126,7 @@ class Builder:
         self.change: Callable[[Scripted], None] = lambda engine: None  # of every engine that is built
         self._made = made
 
-    def __call__(self, spec: EngineSpec) -> Scripted:
+    def __call__(self, spec: EngineSpec, told: Told, /) -> Scripted:
         if spec.key == "broken":
             raise EngineError("it can't be read")
         engine = self.engines[spec.key] = Scripted(self._made)

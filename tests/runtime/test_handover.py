@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from runtime import pipe
-from runtime.engine.base import EngineError
+from runtime.engine.base import EngineError, Told
 from runtime.request import RequestId
 from store.wire import Departure, EngineSpec, KvForm, Residency
 from tests.runtime.test_device import TOKENS, Builder, Node, Scripted
@@ -79,7 +79,7 @@ class MovableBuilder(Builder):
         self.holds.append(Holding())
         return self.holds[-1]
 
-    def __call__(self, spec: EngineSpec) -> Scripted:
+    def __call__(self, spec: EngineSpec, told: Told, /) -> Scripted:
         engine = self.engines[spec.key] = Movable(self._made)
         self.change(engine)
         return engine

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from deploy.demo.random_weights import write_random
 from runtime import pipe
-from runtime.engine.base import Build, Engine, Output
+from runtime.engine.base import Build, Engine, Output, Told
 from runtime.events import Arrived, Event, Fetched
 from runtime.journal import Answered, Asked, Heard, event_of, read
 from runtime.model import Phase
@@ -73,7 +73,7 @@ class TimedBuild:
     def __init__(self, build: Build, clock: Clock) -> None:
         self._build, self._clock = build, clock
 
-    def __call__(self, spec: EngineSpec) -> Any:
+    def __call__(self, spec: EngineSpec, told: Told, /) -> Any:
         return Timed(self._build(spec), self._clock)
 
     def __getattr__(self, name: str) -> Any:

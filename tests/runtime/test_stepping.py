@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
-from runtime.stepping import Stepping
+from runtime.stepping import Reading, Stepping
+from store.wire import ModelState, Residency
 from tests.conftest import ROOT
 
 
@@ -27,3 +29,38 @@ def test_it_outlives_the_process_that_wrote_it() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, pass_fds=[fd]).returncode == -9
     assert Stepping(fd).under_way() == ("m", 7.0)
     os.close(fd)
+
+
+LOADING = ModelState(residency=Residency.LOADING, turns=3)
+
+
+def test_what_is_read_stands_in_the_state_of_the_model_that_is_on_its_way() -> None:
+    stepping, began = Stepping(Stepping.create()), time.monotonic()
+    said = {"m": LOADING, "other": LOADING, "gone": LOADING}
+    assert stepping.shown_in(said, {"gone"}) == {"m": LOADING, "other": LOADING}
+    stepping.read("m", began - 2.0, 100, 400)
+    shown = stepping.shown_in(said, {"gone"})
+    assert shown["other"] == LOADING and shown.keys() == {"m", "other"}
+    assert (shown["m"].read_bytes, shown["m"].files_bytes, shown["m"].turns) == (100, 400, 3)
+    assert 2.0 <= shown["m"].reading_s < 60.0
+    stepping.read("m", began, 500, 400)  # a file may say the same weights twice
+    assert stepping.shown_in(said, ())["m"].read_bytes == 400
+    stepping.read("another-one", began, 0, 7)
+    assert stepping.shown_in(said, ())["m"] == LOADING
+    stepping.clear()
+    assert stepping.reading is None and stepping.shown_in(said, ()) == said
+
+
+def test_who_is_not_on_its_way_is_not_shown_as_if_it_were() -> None:
+    stepping = Stepping(Stepping.create())
+    stepping.read("m", time.monotonic(), 100, 400)
+    resident = {"m": ModelState(residency=Residency.RESIDENT)}
+    assert stepping.shown_in(resident, ()) == resident and stepping.shown_in({}, ()) == {}
+
+
+def test_steps_and_reading_do_not_write_over_each_other() -> None:
+    stepping = Stepping(Stepping.create())
+    stepping.read("m" * 500, 1.0, 1, 2)
+    stepping.begin("n" * 500, 3.0)
+    assert stepping.under_way() == ("n" * 500, 3.0)
+    assert stepping.reading == Reading("m" * 500, 1, 2, 1.0)
