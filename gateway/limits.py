@@ -23,7 +23,7 @@ BODIES_BYTES_MOST = 256 << 20  # of all bodies that are being read
 PIPELINED_MOST = 16  # requests of a connection that wait for the answer to an earlier one
 UNSENT_BYTES_MOST = 16 << 10  # in the kernel, which else takes some MiB of what nobody reads, and as much here
 LINGER_S = 2.0  # after an answer that did not wait for all that was sent
-PASSED_BYTES_PER_S = 64 << 20  # of what comes in that time, of all connections together: some hundredths of a core
+PASSED_BYTES_PER_S = 16 << 20  # of what comes in that time, of all connections together: more than one client sends
 CLOSING = "staccato.closing"  # the ASGI extension that says whether what is sent now is for nobody
 
 
