@@ -7,7 +7,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from gateway.limits import raise_open_files
 
+JSON = "content-type: application/json"
 ABUSER = "127.0.0.2"  # its address: limits are of addresses too
 WINDOW_S, PATIENCE_S = 12.0, 30.0
 
@@ -39,7 +42,7 @@ class Job:
 class Seen:
     """What became of the connections."""
 
-    ends: Counter[str] = field(default_factory=Counter)  # the first status, or cut
+    ends: Counter[str] = field(default_factory=Counter)  # the first status, or cut without one
     lived_s: list[float] = field(default_factory=list)
 
 
@@ -49,7 +52,7 @@ Says = Callable[[str], AsyncIterator[bytes]]
 
 
 def head(key: str, *fields: str, path: str = "/v1/completions") -> bytes:
-    lines = (f"POST {path} HTTP/1.1", "host: gateway", f"authorization: Bearer {key}", *fields)
+    lines = (f"POST {path} HTTP/1.1", "host: gateway", f"authorization: Bearer {key}", JSON, *fields)
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
@@ -172,11 +175,15 @@ async def one(port: int, says: AsyncIterator[bytes], reads: bool, seen: Seen) ->
                 await writer.drain()
 
     async def until_cut() -> None:
-        """Who does not read is not told: the system is asked."""
+        """Who does not read is not told: the system is asked, also for how the answer begins."""
         hung_up = select.poll()
-        hung_up.register(writer.get_extra_info("socket").fileno(), select.POLLRDHUP)
-        while not hung_up.poll(0):
-            await asyncio.sleep(0.1)
+        number = writer.get_extra_info("socket").fileno()
+        hung_up.register(number, select.POLLRDHUP)
+        with socket.socket(fileno=os.dup(number)) as own:
+            while not hung_up.poll(0):
+                await asyncio.sleep(0.1)
+                with contextlib.suppress(OSError):
+                    said[:] = own.recv(64, socket.MSG_PEEK | socket.MSG_DONTWAIT) or said
 
     async def listen() -> None:
         with contextlib.suppress(OSError):
@@ -187,7 +194,8 @@ async def one(port: int, says: AsyncIterator[bytes], reads: bool, seen: Seen) ->
     speaking, listening = asyncio.create_task(speak()), asyncio.create_task(listen() if reads else until_cut())
     done, _ = await asyncio.wait([listening], timeout=PATIENCE_S)
     seen.lived_s.append(time.monotonic() - began)
-    seen.ends[(said.split(b" ")[1].decode() if said else "cut") if done else "still there"] += 1
+    status = said.split(b" ")[1].decode() if said else ""
+    seen.ends[(status or "cut") if done else f"still there {status}".strip()] += 1
     for task in (speaking, listening):
         task.cancel()
     writer.transport.abort()
