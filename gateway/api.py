@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 PREFIX = "/api/v1"
 BODY_MOST = 1 << 20  # bytes
-BODY_DEADLINE_S = 10.0
+BODY_DEADLINE_S = 8.0
 PAGE_DEFAULT, PAGE_MOST = 50, 200
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]

@@ -75,9 +75,9 @@ class Settings(BaseSettings):
     policy: str = "slack"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     body_limit_bytes: ByteSize = ByteSize(8 << 20)
-    header_deadline_s: float = Field(10.0, gt=0)
-    body_deadline_s: float = Field(10.0, gt=0)  # and 1 s more for each 32 KiB that came
-    read_deadline_s: float = Field(10.0, gt=0)  # an answer of which nothing is read for so long is given up
+    header_deadline_s: float = Field(8.0, gt=0)
+    body_deadline_s: float = Field(8.0, gt=0)  # and 1 s more for each 32 KiB that came
+    read_deadline_s: float = Field(8.0, gt=0)  # an answer of which nothing is read for so long is given up
     connections_per_address: int = Field(1024, ge=1)
     hold_deadline_s: float = Field(60.0, gt=0)  # longest wait for a model that wakes
     resume_deadline_s: float = Field(60.0, gt=0)  # longest wait of a stream whose runtime died for another one

@@ -81,8 +81,8 @@ async def read_body(request: Request, most: int, deadline_s: float) -> bytes:
 class Limits:
     """Of every connection."""
 
-    header_deadline_s: float = 10.0
-    read_deadline_s: float = 10.0  # an answer that waits and of which the client reads nothing is given up
+    header_deadline_s: float = 8.0
+    read_deadline_s: float = 8.0  # an answer that waits and of which the client reads nothing is given up
     per_address: int = 1024  # connections
 
 

@@ -42,6 +42,7 @@ MIB = 1 << 20
 SHAPE: dict[str, Any] = dict(
     hidden=512, layers=8, heads=8, kv_heads=4
 )  # some 7 ms for a token: no GPU is faster by much
+STREAMS = 1  # that the abuser may have at once: more in a batch slow it for everybody, also of those who read
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 EVIL = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}hello"
 
@@ -204,6 +205,8 @@ async def main() -> None:
                 platform.tenant(tenant)
                 platform.deploy(tenant, "m")
             platform.deploy("acme", "evil")
+            limited = platform.request("PATCH", "/api/v1/tenants/acme", {"limits": {"concurrent_streams": STREAMS}})
+            assert limited.status_code == 200, limited.text
             for kind in chosen.kinds or KINDS:
                 job = Job(platform.port, platform.keys["acme"], kind, chosen.connections)
                 answer = await measure(platform, abusers, job, chosen)
