@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 from collections.abc import Generator, Mapping
 from dataclasses import replace
@@ -26,6 +27,8 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
+from vllm.v1.sample import sampler
+from vllm.v1.sample.ops import logprobs
 
 from runtime.engine.base import EngineError, Hold, Told
 from runtime.engine.moving import MovingScheduler
@@ -41,6 +44,8 @@ from store.wire import EngineSpec
 # An architecture that vLLM never saw is looked at in a process of its own, which takes seconds, lest CUDA begin too
 # early in this one. Here it may: this process builds the model next. vLLM keeps what it saw for the gateway's front.
 registry._run_in_subprocess = lambda fn: fn()
+# What is compiled when it is first needed keeps everybody on the device waiting: the first request for logprobs, 3.5 s.
+vars(sampler)["batched_count_greater_than"] = inspect.unwrap(logprobs.batched_count_greater_than)
 
 log = structlog.get_logger()
 _meta = msgspec.msgpack.Encoder()

@@ -183,6 +183,25 @@ def test_who_builds_from_files_is_told_how_many_bytes_of_them_were_read(
     assert told == []  # there is an image now
 
 
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0}, {"temperature": 0, "logprobs": 5}, {"temperature": 1, "top_p": 0.9}]
+)
+def test_no_request_is_the_first_of_its_kind_that_something_must_be_compiled_for(
+    build: Any, random_models: dict[str, Path], sampling: dict[str, Any]
+) -> None:
+    from torch._dynamo.utils import counters
+
+    engine = awake(build(spec(random_models["llama"])))
+    before = counters["frames"].total()
+    engine.add(RequestId("r"), payload([5, 6, 7], max_tokens=3, ignore_eos=True, **sampling))
+    made = 0
+    while engine.busy():
+        made += sum(len(output.tokens) for output in engine.step())
+    assert made == 3
+    assert counters["frames"].total() == before
+    engine.close()
+
+
 def test_files_that_changed_since_they_were_registered_are_refused(build: Any, random_models: dict[str, Path]) -> None:
     import msgspec
 
