@@ -91,6 +91,12 @@ async def unread_stream(key: str) -> AsyncIterator[bytes]:
     yield head(key, f"content-length: {len(text)}") + text
 
 
+async def stream(key: str) -> AsyncIterator[bytes]:
+    """A control: the same, and what comes is read. With `--connections 1`, what one more stream costs those beside it."""
+    async for piece in unread_stream(key):
+        yield piece
+
+
 async def gigabyte(key: str) -> AsyncIterator[bytes]:
     yield head(key, "content-length: 1000000000")
     for _ in range(16_000):
@@ -135,6 +141,7 @@ KINDS: dict[str, Says] = {
         slow_body,
         unread,
         unread_stream,
+        stream,
         gigabyte,
         gigabyte_chunked,
         deep_json,
