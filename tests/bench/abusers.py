@@ -92,7 +92,7 @@ async def unread_stream(key: str) -> AsyncIterator[bytes]:
 
 
 async def stream(key: str) -> AsyncIterator[bytes]:
-    """A control: the same, and what comes is read. With `--connections 1`, what one more stream costs those beside it."""
+    """A control: the same, read. With `--connections 1`, what one more stream costs those beside it."""
     async for piece in unread_stream(key):
         yield piece
 
