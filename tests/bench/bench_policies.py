@@ -75,12 +75,18 @@ WAIT_S = 120.0
 # ── what is asked, and how well it went ───────────────────────────────────────────────────────────────────────────────
 
 
-def workload(sizes: Sequence[ModelSize], rate: float, duration_s: float, cv: float = CV) -> Workload:
+def workload(
+    sizes: Sequence[ModelSize],
+    rate: float,
+    duration_s: float,
+    cv: float = CV,
+    output_tokens: tuple[int, int] = OUTPUT_TOKENS,
+) -> Workload:
     drawn = base(MODELS, SEED, rate, duration_s, cv=cv, sizes=sizes)
     return dataclasses.replace(
         drawn,
         prompt_tokens=np.clip(drawn.prompt_tokens, *PROMPT_TOKENS),
-        output_tokens=np.clip(drawn.output_tokens, *OUTPUT_TOKENS),
+        output_tokens=np.clip(drawn.output_tokens, *output_tokens),
     )
 
 
@@ -148,11 +154,11 @@ def predicted(work: Workload, profile: Profile, policy: str, objective: Objectiv
     return answer(work, objective, all_asked, device.instance.switches, device.fetches, device.busy_s / world.now)
 
 
-def asking(share: float, sizes: Sequence[ModelSize], profile: Profile, duration_s: float, cv: float = CV) -> Workload:
-    """For so much of the device, if each request were served alone."""
+def asking(share: float, sizes: Sequence[ModelSize], profile: Profile, duration_s: float, **drawn: Any) -> Workload:
+    """For so much of the device, if each request were served alone. `drawn` as `workload` takes it."""
     step_s = statistics.mean(profile.costs(size).step(1, CONTEXT_TYPICAL) for size in sizes)
-    alone_s = MODELS * step_s * float(workload(sizes, 1.0, duration_s, cv).output_tokens.mean())
-    return workload(sizes, share / alone_s, duration_s, cv)
+    alone_s = MODELS * step_s * float(workload(sizes, 1.0, duration_s, **drawn).output_tokens.mean())
+    return workload(sizes, share / alone_s, duration_s, **drawn)
 
 
 def at_capacity(sizes: Sequence[ModelSize], profile: Profile, objective: Objective, duration_s: float) -> Workload:
