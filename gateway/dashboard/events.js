@@ -72,8 +72,7 @@ export function show(root, { who, signal, say }) {
           known.set(said.deployment_id, said.phase);
           if (before === undefined || before === said.phase) continue;
           became.push(phase(said, before, became.length));
-          became.splice(0, became.length - ROWS);
-          draw();
+          became.splice(0, became.length - ROWS); // drawn with the next look: many may come in a second
         }
       } catch {
         // looking says what is wrong
