@@ -35,7 +35,7 @@ class Kept:
 
     def __call__(self, spec: EngineSpec, told: Told, /) -> Engine:
         if spec.key not in self._engines:
-            self._engines[spec.key] = self._build(spec)
+            self._engines[spec.key] = self._build(spec, told)
             one_thread()
         assert not self._engines[spec.key].held().weights, "it was left with pages"
         return self._engines[spec.key]

@@ -74,7 +74,7 @@ class TimedBuild:
         self._build, self._clock = build, clock
 
     def __call__(self, spec: EngineSpec, told: Told, /) -> Any:
-        return Timed(self._build(spec), self._clock)
+        return Timed(self._build(spec, told), self._clock)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._build, name)
