@@ -81,7 +81,7 @@ class Hosts:
             os.ftruncate(cache, HOST_BYTES)
         self.builds = [Builder(POOL_BYTES, HOST_BYTES, cache) for cache in self.caches]
         self.kept = [Kept(build) for build in self.builds]
-        self.engines: list[VllmEngine] = [kept(self.spec) for kept in self.kept]  # type: ignore[misc]
+        self.engines: list[VllmEngine] = [kept(self.spec, lambda *_: None) for kept in self.kept]  # type: ignore[misc]
         one_thread()
         awake(self.engines[0])
         self.undisturbed = self._undisturbed(self.engines[0])
