@@ -87,7 +87,7 @@ class Dispatcher:
         try:
             await self._place(request, deadline, set())
         except BaseException:
-            self._open.pop(id, None)
+            await self.cancel([id])  # it may have been taken, and lost, before we heard of it
             raise
 
     async def cancel(self, ids: Iterable[str]) -> None:
@@ -128,13 +128,15 @@ class Dispatcher:
             avoid.clear()
 
     async def _try(self, request: Open, runtime: str) -> None:
-        request.stream, request.runtime = self._relay.number(), runtime
-        self._by_stream[request.stream] = request
+        """Returns also when it was taken and lost before we heard that it was taken: `_go_on` has it then."""
+        stream = request.stream = self._relay.number()
+        request.runtime = runtime
+        self._by_stream[stream] = request
         self._fleet.took(runtime)
         now = time.monotonic()
         run = wire.replace(
             request.run,
-            stream=request.stream,
+            stream=stream,
             made=request.made,
             first_late=request.first_late,
             # What it waited here counts: the client's clock does not start anew at the runtime.
@@ -143,9 +145,14 @@ class Dispatcher:
         request.timing.sent(now)
         try:
             await self._relay.run(runtime, run, self)
+        except (Refused, BusError):
+            if stream in self._by_stream:
+                request.timing.refused()
+                self._forget(request)
+                raise
         except BaseException:
-            request.timing.refused()
-            self._forget(request)
+            if request.stream == stream:
+                self._forget(request)
             raise
 
     def _forget(self, request: Open) -> bool:
@@ -163,6 +170,10 @@ class Dispatcher:
             await self._place(request, request.stalled_at + self._resume_s, avoid)
         except (Unserved, TooLarge, Refused) as error:
             self._fail(request, str(error))
+            return
+        except Exception:
+            log.exception("dispatch.not_resumed", request=request.run.request)
+            self._fail(request, "the gateway could not give it to another runtime")
             return
         finally:
             if request.moving is asyncio.current_task():  # else it was lost again at once

@@ -62,6 +62,7 @@ class Source:
     next_seq: int = 0
     early: dict[int, Frame] = field(default_factory=dict)
     repairing: bool = False
+    lost: int = 0  # the last of the frames that are gone for good
 
 
 class Relay:
@@ -136,10 +137,12 @@ class Relay:
         elif source.epoch != epoch:
             self._begin_epoch(stream.runtime, source, epoch, seq + 1)
             self._drain(source)
+        elif seq < source.lost:  # it was taken, and what it said went before we knew
+            self._give_up([stream], f"frames up to {source.lost} were lost on the way")
 
     def _begin_epoch(self, runtime: str, source: Source, epoch: int, next_seq: int) -> None:
         """The runtime is new to us, or was restarted: then what it was asked before is lost."""
-        source.epoch, source.next_seq = epoch, next_seq
+        source.epoch, source.next_seq, source.lost = epoch, next_seq, 0
         source.early = {seq: frame for seq, frame in source.early.items() if frame.epoch == epoch and seq >= next_seq}
         old = [s for s in self._streams.values() if s.runtime == runtime and s.epoch not in (0, epoch)]
         self._lose(old, "the runtime was restarted")
@@ -191,10 +194,17 @@ class Relay:
                     moved.append((stream, delta.moved))
                 by_sink.setdefault(id(stream.sink), (stream.sink, []))[1].append(delta)
         for sink, deltas in by_sink.values():
-            sink.deliver(deltas)
+            self._deliver(sink, deltas)
         for stream, to in moved:
             self._follow(stream, to)
         self._disown(frame.runtime, unknown)
+
+    def _deliver(self, sink: Sink, deltas: list[Delta]) -> None:
+        """What goes wrong there is not to cost the streams of others."""
+        try:
+            sink.deliver(deltas)
+        except Exception:
+            log.exception("relay.not_delivered", streams=[delta.stream for delta in deltas])
 
     def _follow(self, stream: Stream, to: wire.Moved) -> None:
         """It goes on at another runtime, which may have said something already."""
@@ -226,7 +236,7 @@ class Relay:
             log.info("relay.repaired", runtime=runtime, first=first, last=last, complete=repaired.complete)
             if not repaired.complete:
                 self._give_up(self._of(runtime), f"frames {first}..{last} were lost on the way")
-                source.next_seq = last + 1
+                source.next_seq, source.lost = last + 1, last
             self._drain(source)
         except (BusError, wire.WireError) as error:
             log.warning("relay.repair_failed", runtime=runtime, first=first, last=last, error=str(error))
@@ -236,14 +246,15 @@ class Relay:
     # ── ends ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _of(self, runtime: str) -> list[Stream]:
-        return [stream for stream in self._streams.values() if stream.runtime == runtime]
+        """Those that it has taken; whether it takes one that it was just asked for is for its answer to say."""
+        return [stream for stream in self._streams.values() if stream.runtime == runtime and stream.epoch]
 
     def _lose(self, streams: list[Stream], error: str, finish: Finish = Finish.LOST) -> None:
+        streams = [stream for stream in streams if self._streams.pop(stream.id, None)]
         if streams:
             log.warning("relay.streams_lost", streams=len(streams), error=error)
         for stream in streams:
-            self._streams.pop(stream.id, None)
-            stream.sink.deliver([Delta(stream.id, [], stream.next_at, finish, error=error)])
+            self._deliver(stream.sink, [Delta(stream.id, [], stream.next_at, finish, error=error)])
 
     def _give_up(self, streams: list[Stream], error: str) -> None:
         """They may go on there, for nobody: tell the runtimes, as far as these can be told."""
@@ -258,7 +269,6 @@ class Relay:
 
     async def _watch(self) -> None:
         """Say that we live while streams are open; notice who no longer does."""
-        alive = wire.encode(wire.GatewayAlive(gateway=self._gateway))
         bus_seen_at = time.monotonic()
         while True:
             await asyncio.sleep(ALIVE_PERIOD_S)
@@ -269,20 +279,23 @@ class Relay:
             if not self._bus.connected:
                 if now - bus_seen_at > BUS_GRACE_S:
                     error = f"the bus is away for {BUS_GRACE_S:g} s"
-                    self._lose(list(self._streams.values()), error, Finish.ERROR)
+                    self._lose([stream for stream in self._streams.values() if stream.epoch], error, Finish.ERROR)
                 continue
             if bus_seen_at < now - 2 * ALIVE_PERIOD_S:  # it just came back: let the runtimes be heard again
                 for source in self._sources.values():
                     source.heard_at = now
             bus_seen_at = now
-            try:
-                await self._bus.publish(wire.GATEWAY_ALIVE, alive)
-            except BusError as error:
-                log.warning("relay.alive_not_sent", error=str(error))
+            await self._say_alive()
             self._notice_silence(now)
 
+    async def _say_alive(self) -> None:
+        try:
+            await self._bus.publish(wire.GATEWAY_ALIVE, wire.encode(wire.GatewayAlive(gateway=self._gateway)))
+        except BusError as error:
+            log.warning("relay.alive_not_sent", error=str(error))
+
     def _notice_silence(self, now: float) -> None:
-        waited_on = {stream.runtime for stream in self._streams.values()}
+        waited_on = {stream.runtime for stream in self._streams.values() if stream.epoch}
         for runtime in waited_on:
             if now - self._sources[runtime].heard_at > SILENCE_S:
                 self._give_up(self._of(runtime), f"runtime {runtime} has been silent for {SILENCE_S:g} s")
@@ -291,6 +304,11 @@ class Relay:
             self._sources[runtime].heard_at = now  # it has nothing to tell us
 
     def _spawn(self, job: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(job)
+        task = asyncio.create_task(job, name=job.__qualname__)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("relay.task_failed", task=task.get_name(), exc_info=error)

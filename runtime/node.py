@@ -343,10 +343,7 @@ class Node:
         except NotMoved as error:
             stream = self.stream(gateway, number)
             if error.waits and stream is not None:  # its gateway finds it another place
-                lost = Delta(number, [], stream.at, Finish.LOST, error=f"runtime {self.id} gives it away")
-                await self._publish(gateway, [lost])
-                if self._device:
-                    self._device.send(pipe.Stop(gateway, [number]))
+                await self._lose(gateway, number, f"runtime {self.id} gives it away")
 
     async def _move_all(self) -> None:
         """To whoever can take them, as long as it drains; those that can't move just now are tried again."""
@@ -484,14 +481,21 @@ class Node:
             log.warning("node.frame_not_sent", gateway=gateway_id, error=str(error))
 
     async def _lose_all(self, error: str, stepped: str | None = None) -> None:
-        """Other runtimes can go on with them. `stepped`: the model in whose step the device process died."""
-        for gateway_id, gateway in self._gateways.items():
-            lost = [
-                Delta(number, [], stream.at, Finish.LOST, error=error, suspect=stream.run.model == stepped)
-                for number, stream in gateway.streams.items()
-            ]
-            if lost:
-                await self._publish(gateway_id, lost)
+        """`stepped`: the model in whose step the device process died."""
+        for gateway_id in list(self._gateways):
+            await self._lose(gateway_id, None, error, stepped)
+
+    async def _lose(self, gateway_id: str, number: int | None, error: str, stepped: str | None = None) -> None:
+        """This stream or all of a gateway: if it lives, it finds them another runtime."""
+        streams = self._gateways[gateway_id].streams
+        numbers = list(streams) if number is None else [number]
+        lost = [
+            Delta(each, [], streams[each].at, Finish.LOST, error=error, suspect=streams[each].run.model == stepped)
+            for each in numbers
+        ]
+        await self._publish(gateway_id, lost)
+        if self._device:
+            self._device.send(pipe.Stop(gateway_id, numbers))
 
     async def _give_signs(self) -> None:
         """Ready when the device process is: that every model sleeps is no matter."""
@@ -556,7 +560,7 @@ class Node:
                     gateway.heard_at = now
                 elif gateway.streams and now - gateway.heard_at > GATEWAY_SILENCE_S:
                     log.warning("node.gateway_lost", gateway=gateway_id, streams=len(gateway.streams))
-                    self._forget(gateway_id, list(gateway.streams))
+                    await self._lose(gateway_id, None, f"it heard nothing of its gateway for {GATEWAY_SILENCE_S:g} s")
                 elif gateway.streams:
                     beat = wire.Frame(runtime=self.id, epoch=self.epoch, seq=gateway.ring.last)
                     await self._send_frame(gateway_id, wire.encode(beat))

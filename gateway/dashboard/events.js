@@ -14,6 +14,7 @@ export function show(root, { who, signal, say }) {
   let done = [];
   const names = new Map(); // of what has an id
   const became = [];
+  let phases = 0; // that were ever in it
   const [, asked = ""] = location.hash.split("?");
   const filter = h("input", { type: "search", value: decodeURIComponent(asked), placeholder: "Filter", ariaLabel: "Filter by any word", oninput: draw });
   const verdict = h("p", { class: "quiet", role: "status", id: "chain" });
@@ -71,7 +72,7 @@ export function show(root, { who, signal, say }) {
           const before = known.get(said.deployment_id);
           known.set(said.deployment_id, said.phase);
           if (before === undefined || before === said.phase) continue;
-          became.push(phase(said, before, became.length));
+          became.push(phase(said, before, (phases += 1)));
           became.splice(0, became.length - ROWS); // drawn with the next look: many may come in a second
         }
       } catch {

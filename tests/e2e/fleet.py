@@ -57,6 +57,11 @@ class Fleet:
             for number in range(models):
                 fleet.deploy(folder, number)
             yield fleet
+        except BaseException:
+            for log in sorted(folder.glob("**/*.log")):
+                lines = [line[:300] for line in log.read_text(errors="replace").splitlines() if "level" in line]
+                print(log.name, *lines[-15:], sep="\n  ")
+            raise
         finally:
             code = fleet.platform.stop()
         assert code == 0
@@ -142,20 +147,23 @@ class Fleet:
         body |= {"temperature": 0, "return_token_ids": True} | sampling
         headers = {"authorization": f"Bearer {self.platform.keys['acme']}"}
         said: list[int] = []
-        async with (
-            httpx.AsyncClient(timeout=SILENCE_MOST_S) as client,
-            client.stream("POST", f"{self.platform.url}/v1/completions", json=body, headers=headers) as response,
-        ):
-            assert response.status_code == 200, await response.aread()
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    return said
-                if line.startswith("data: "):
-                    event = json.loads(line.removeprefix("data: "))
-                    assert "error" not in event, f"{model} {number} after {len(said)} tokens: {event}"
-                    made = event["choices"][0]["token_ids"] or ()
-                    said += made
-                    self.tokens += len(made)
+        try:
+            async with (
+                httpx.AsyncClient(timeout=SILENCE_MOST_S) as client,
+                client.stream("POST", f"{self.platform.url}/v1/completions", json=body, headers=headers) as response,
+            ):
+                assert response.status_code == 200, await response.aread()
+                async for line in response.aiter_lines():
+                    if line == "data: [DONE]":
+                        return said
+                    if line.startswith("data: "):
+                        event = json.loads(line.removeprefix("data: "))
+                        assert "error" not in event, f"{model} {number} after {len(said)} tokens: {event}"
+                        made = event["choices"][0]["token_ids"] or ()
+                        said += made
+                        self.tokens += len(made)
+        except httpx.TransportError as error:
+            raise AssertionError(f"{model} {number} after {len(said)} tokens: {error!r}") from None
         raise AssertionError(f"the stream ended without [DONE] after {len(said)} tokens")
 
     async def streams(self, each: int, prefix: str = "") -> dict[tuple[str, int], list[int]]:

@@ -155,6 +155,40 @@ async def test_a_runtime_that_falls_silent_loses_its_requests_to_another(two: Ru
     assert two.all["r1"].cancelled == [first.stream]  # should it be alive after all
 
 
+async def test_who_is_lost_before_it_is_known_to_be_taken_goes_on_once(two: Runtimes) -> None:
+    first, second = two.all["r1"], two.all["r2"]
+    await two.submit("before")  # frames of r1 are in order from now on
+    first.answers_after_s = 2.5  # too late
+    submitted = asyncio.create_task(two.submit())
+    await two.lose("r1", await two.taken_by("r1", 2), 0)
+    again = await two.taken_by("r2")
+    await second.make(again.stream, 0, [1])
+    await submitted
+    await second.make(again.stream, 1, [2], Finish.STOP)
+    await ended(two)
+    assert two.taken.tokens == {"a": [1, 2]} and not two.taken.errors
+    assert (len(first.runs), len(second.runs)) == (2, 1)
+    assert +two.plane.fleet._open == {"r1": 1}
+
+
+async def test_who_leaves_while_it_is_both_lost_and_not_known_to_be_taken_is_gone(two: Runtimes) -> None:
+    first, second = two.all["r1"], two.all["r2"]
+    await two.submit("before")
+    first.answers_after_s = 60.0
+    submitted = asyncio.create_task(two.submit())
+    await two.lose("r1", await two.taken_by("r1", 2), 0)
+    again = await two.taken_by("r2")
+    submitted.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await submitted
+
+    async def told() -> bool:
+        return again.stream in second.cancelled
+
+    await until(told)
+    assert +two.plane.fleet._open == {"r1": 1}
+
+
 async def test_without_another_runtime_it_waits_for_the_same_one(two: Runtimes) -> None:
     await two.say(r1=0)
     await two.submit()

@@ -28,6 +28,7 @@ class ScriptedRuntime:
         self.cancelled: list[int] = []
         self.refusal: wire.Refusal | None = None
         self.mute = False  # no heartbeats
+        self.answers_after_s = 0.0
         self._beating: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -64,7 +65,9 @@ class ScriptedRuntime:
         if self.refusal is not None:
             return wire.Reply(refusal=self.refusal, reason="told to")
         self.runs.append(wire.decode(wire.Run, data))
-        return wire.Reply(epoch=self.epoch, seq=self.ring.last)
+        answer = wire.Reply(epoch=self.epoch, seq=self.ring.last)
+        await asyncio.sleep(self.answers_after_s)
+        return answer
 
     async def _repair(self, data: bytes) -> wire.Message:
         repair = wire.decode(wire.Repair, data)
@@ -201,6 +204,64 @@ async def test_a_silent_runtime_is_taken_for_dead_within_three_seconds(nats_serv
         end = await heard.until_end()
         assert end.finish is Finish.LOST and "silent" in end.error
         assert asyncio.get_running_loop().time() - started < 3.5
+
+
+async def test_a_runtime_that_was_just_asked_has_its_time_to_answer_however_silent_it_was(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "SILENCE_S", 0.3)
+    async with joined(nats_server) as (relay, runtime):
+        old, new = Heard(), Heard()
+        await relay.run("r1", run(1), old)
+        runtime.mute, runtime.answers_after_s = True, 1.5
+        await relay.run("r1", run(2), new)
+        assert old.end is not None and "silent" in old.end.error
+        await runtime.make(2, 0, [5], Finish.STOP)
+        assert (await new.until_end()).finish is Finish.STOP and new.tokens == [5]
+
+
+async def test_what_was_said_of_a_stream_and_lost_before_its_answer_came_is_the_end_of_it(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined(nats_server) as (relay, runtime):
+        old, new = Heard(), Heard()
+        await relay.run("r1", run(1), old)
+        runtime.answers_after_s = 1.0
+        asked = asyncio.create_task(relay.run("r1", run(2), new))
+        await soon(lambda: len(runtime.runs) == 2)
+        await runtime.make(2, 0, [5], Finish.STOP, lose=True)
+        runtime.ring.clear()  # nothing can be repaired
+        await old.until_end()
+        await asked
+        assert (await new.until_end()).finish is Finish.LOST
+        later = Heard()
+        runtime.answers_after_s = 0
+        await relay.run("r1", run(3), later)
+        await runtime.make(3, 0, [7], Finish.STOP)
+        await later.until_end()
+        assert later.tokens == [7]
+
+
+class Broken(Heard):
+    def deliver(self, deltas: list[Delta]) -> None:
+        raise KeyError("a fault of ours")
+
+
+async def test_what_goes_wrong_with_one_stream_costs_no_other(nats_server: NatsServer) -> None:
+    async with joined(nats_server) as (relay, runtime):
+        heard = Heard()
+        await relay.run("r1", run(1), Broken())
+        await relay.run("r1", run(2), heard)
+        deltas = [Delta(1, [1], 0), Delta(2, [2], 0, Finish.STOP)]
+        frame = wire.encode(wire.Frame(runtime="r1", epoch=1, seq=1, deltas=deltas))
+        runtime.ring.keep(frame)
+        await runtime.send(frame)
+        await heard.until_end()
+        assert heard.tokens == [2]
+        last = Heard()
+        await relay.run("r1", run(3), last)
+        runtime.mute = True
+        await last.until_end()  # also the watch goes on, though it could not tell the first
 
 
 async def test_a_restarted_runtime_ends_its_old_streams_and_serves_new_ones(nats_server: NatsServer) -> None:

@@ -10,9 +10,9 @@ import pytest
 from pydantic import ByteSize
 
 from runtime.config import RuntimeSettings
-from runtime.node import Node
+from runtime.node import GATEWAY_SILENCE_S, Node
 from store import wire
-from store.bus import Bus
+from store.bus import Bus, ended
 from store.wire import ModelState, Residency, Role
 from tests.conftest import NatsServer, soon
 
@@ -176,3 +176,23 @@ def limited() -> wire.EngineSpec:
         kv_bytes_per_token=1,
         replicas=1,
     )
+
+
+async def test_streams_of_a_gateway_that_was_not_heard_for_long_are_told_to_be_lost_for_it_may_live(
+    node: Node, nats_server: NatsServer
+) -> None:
+    said: list[wire.Delta] = []
+
+    async def hear(data: bytes) -> None:
+        said.extend(wire.decode(wire.Frame, data).deltas)
+
+    async with Bus.connect(nats_server.url, "g") as gateway:
+        await gateway.subscribe(wire.frame_subject("g"), hear)
+        await asyncio.sleep(0.05)  # the subscription reaches the server
+        node.take_over(run(1), 3)
+        node._gateways["g"].heard_at -= 2 * GATEWAY_SILENCE_S
+        beating = asyncio.create_task(node._keep_heartbeat())
+        await soon(lambda: said)
+        await ended(beating)
+    assert [(delta.stream, delta.at, delta.finish) for delta in said] == [(1, 3, wire.Finish.LOST)]
+    assert node.stream("g", 1) is None
