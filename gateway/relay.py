@@ -304,11 +304,11 @@ class Relay:
             self._sources[runtime].heard_at = now  # it has nothing to tell us
 
     def _spawn(self, job: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(job, name=job.__qualname__)
+        task = asyncio.create_task(job)
         self._tasks.add(task)
         task.add_done_callback(self._over)
 
     def _over(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            log.error("relay.task_failed", task=task.get_name(), exc_info=error)
+            log.error("relay.task_failed", exc_info=error)

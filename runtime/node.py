@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import structlog
 import uvloop
@@ -24,7 +23,7 @@ from runtime.config import RuntimeSettings
 from runtime.hosting import Hosting
 from runtime.memory.hostblocks import HostBlocks
 from runtime.migrate import AT_ONCE, Migrations, NotMoved, Stream
-from runtime.peers import Peers
+from runtime.peers import Peers, name_of
 from runtime.ring import Ring
 from runtime.shares import may_take
 from runtime.spans import Spans
@@ -86,7 +85,7 @@ class Node:
         if self._host_cache < 0:
             self._host_cache = os.memfd_create("staccato-host-cache")
             os.ftruncate(self._host_cache, settings.host_cache)
-        self.host_cache_id = _name_of(self._host_cache)
+        self.host_cache_id = name_of(self._host_cache)
         self.blocks = HostBlocks(self._host_cache)
         self.door = Door(self.blocks)
         self._migrations = Migrations(bus, self)
@@ -566,12 +565,6 @@ class Node:
                     await self._send_frame(gateway_id, wire.encode(beat))
                 elif now - gateway.heard_at > RING_KEPT_S:
                     gateway.ring.clear()
-
-
-def _name_of(host_cache: int) -> str:
-    """The same for all processes of this host that share it, and for no others."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{os.fstat(host_cache).st_ino}"
 
 
 async def serve(settings: RuntimeSettings, traces: tracing.Traces | None) -> None:

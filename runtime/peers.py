@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from runtime.transport import is_loopback
 from store.bus import LEASE_TTL_S
 from store.wire import Lease, Residency, Role
@@ -59,6 +62,12 @@ class Peers:
 
 def _requests(lease: Lease) -> int:
     return sum(state.running + state.waiting for state in lease.models.values())
+
+
+def name_of(host_cache: int) -> str:
+    """The same for all processes of this host that share it, and for no others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.fstat(host_cache).st_ino}"
 
 
 def _machine(host_cache: str) -> str:
