@@ -24,6 +24,7 @@ from gateway.errors import Problem, from_store, invalid, not_found, openai_respo
 from gateway.limits import Disconnected, read_body
 from store import audit, idempotency
 from store.db import Database, DatabaseError, Taken, new_id, now_us
+from store.observe import place_of
 
 log = structlog.get_logger()
 
@@ -279,8 +280,8 @@ def serving(endpoint: Endpoint, database: Database, auth: Auth) -> Callable[[Req
             return shown(_problem(error, id), id)
         except Disconnected:
             return Response(status_code=400)  # nobody reads it
-        except Exception:
-            log.exception("control.failed", request=id, path=request.url.path)
+        except Exception as error:
+            log.error("control.failed", request=id, path=request.url.path, error=place_of(error))
             return shown(Problem(500, "internal_error", "our mistake: quote the request_id"), id)
         response.headers["x-request-id"] = id
         return response

@@ -21,6 +21,7 @@ from gateway.relay import Refused, Relay
 from gateway.timing import Timing
 from store import wire
 from store.bus import BusError, TooLarge
+from store.observe import place_of
 from store.wire import Delta, Finish, Refusal
 
 log = structlog.get_logger()
@@ -171,8 +172,8 @@ class Dispatcher:
         except (Unserved, TooLarge, Refused) as error:
             self._fail(request, str(error))
             return
-        except Exception:
-            log.exception("dispatch.not_resumed", request=request.run.request)
+        except Exception as error:
+            log.error("dispatch.not_resumed", request=request.run.request, error=place_of(error))
             self._fail(request, "the gateway could not give it to another runtime")
             return
         finally:

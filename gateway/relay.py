@@ -17,6 +17,7 @@ import structlog
 
 from store import wire
 from store.bus import Bus, BusError
+from store.observe import place_of
 from store.wire import Delta, Finish, Frame
 
 log = structlog.get_logger()
@@ -203,8 +204,8 @@ class Relay:
         """What goes wrong there is not to cost the streams of others."""
         try:
             sink.deliver(deltas)
-        except Exception:
-            log.exception("relay.not_delivered", streams=[delta.stream for delta in deltas])
+        except Exception as error:
+            log.error("relay.not_delivered", streams=len(deltas), error=place_of(error))
 
     def _follow(self, stream: Stream, to: wire.Moved) -> None:
         """It goes on at another runtime, which may have said something already."""
@@ -311,4 +312,4 @@ class Relay:
     def _over(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            log.error("relay.task_failed", exc_info=error)
+            log.error("relay.task_failed", error=place_of(error))

@@ -9,9 +9,13 @@ import logging
 import os
 import resource
 import sys
+import traceback
+from pathlib import Path
 
 import structlog
 from structlog.typing import EventDict, WrappedLogger
+
+_ROOT = Path(__file__).parents[1]
 
 # Everything that a line may say: ids and numbers, names that operators and tenants gave to things, and sentences of our
 # own errors. A new field is thought about here.
@@ -59,6 +63,15 @@ def configure_logs(process: str) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     structlog.contextvars.bind_contextvars(process=process)
+
+
+def place_of(error: BaseException) -> str:
+    """What to say of an error that nobody expected: its kind, and where it was raised, from our last line on. Not its
+    message, which may have a prompt in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [place for place, frame in enumerate(frames) if Path(frame.filename).parent.parent == _ROOT]
+    lines = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[ours[-1] if ours else -1 :]]
+    return " ".join([type(error).__name__, *lines])
 
 
 def no_core_files() -> None:

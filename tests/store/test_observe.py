@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from store import observe
+from store import observe, wire
 from store.observe import FIELDS, only_known
 from tests.conftest import ROOT
 
-LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "msg", "log")
+LEVELS = ("debug", "info", "warning", "error", "critical", "msg", "log")
 # Files whose call passes on what its callers wrote, checked by eye: an event's name, an order's numbers.
 PASSED_ON = {("runtime/device.py", "what"), ("runtime/scheduler.py", "**_shown(order)")}
 
@@ -25,6 +25,7 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                     owner = ast.unparse(node.func.value)
                     binds = owner == "structlog.contextvars" and node.func.attr == "bind_contextvars"
+                    assert owner != "log" or node.func.attr != "exception", f"{path}: say error=place_of(error)"
                     if binds or (owner == "log" and node.func.attr in LEVELS):
                         yield str(path.relative_to(ROOT)), node
 
@@ -68,3 +69,17 @@ def test_the_configured_log_drops_it_too(capsys: pytest.CaptureFixture[str]) -> 
         "engine": "vllm",
         "dropped": ["prompt"],
     }
+
+
+def test_an_error_that_nobody_expected_is_told_by_its_kind_and_place_and_not_by_its_words() -> None:
+    def broken() -> None:
+        json.loads("a prompt")
+
+    with pytest.raises(ValueError) as raised:
+        broken()
+    said = observe.place_of(raised.value)
+    assert said.startswith("JSONDecodeError ") and "decoder.py:" in said and "prompt" not in said
+    with pytest.raises(wire.WireError) as ours:
+        wire.decode(wire.Reply, b"a prompt")
+    assert "wire.py:" in observe.place_of(ours.value) and "prompt" not in observe.place_of(ours.value)
+    assert observe.place_of(KeyError("a prompt")) == "KeyError"
