@@ -136,7 +136,11 @@ class Fleet:
             callback()
 
     def _leader_changed(self, role: str, value: bytes | None) -> None:
-        self._leader = None if value is None else (wire.decode(wire.Leader, value), time.monotonic())
+        said = None if value is None else wire.decode(wire.Leader, value)
+        if said is None:
+            self._leader = None
+        elif said.term and (self.leader is None or said.term >= self.leader.term):
+            self._leader = said, time.monotonic()
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -180,10 +180,10 @@ class Fleet:
             return []
         return [(source, wire.Migrate(target=target, model=model or "", count=1 if model is None else ALL))]
 
-    def wish(self, holder: str) -> wire.Leader:
+    def wish(self, holder: str, term: int) -> wire.Leader:
         """What the leader says of itself."""
-        scales = self.cluster.rules.band is not None
-        return wire.Leader(holder=holder, wanted=self.cluster.wanted if scales else 0, draining=sorted(self.draining))
+        wanted = self.cluster.wanted if self.cluster.rules.band is not None else 0
+        return wire.Leader(holder=holder, term=term, wanted=wanted, draining=sorted(self.draining))
 
 
 class Scheduler:
@@ -221,17 +221,15 @@ class Scheduler:
                 await self._bus.delete(wire.LEADER, ROLE)
 
     async def _lead(self) -> None:
-        if self.leads:
-            kept = await self._bus.keep_lead(ROLE, self._fleet.wish(self._name), self._last)
-            if kept is None:
-                log.warning("scheduler.lead_lost", term=self._term)
-                self._term = 0
-            else:
-                self._last = kept
-        else:
+        if not self.leads:
             self._term = self._last = await self._bus.take_lead(ROLE, self._name) or 0
-            if self.leads:
-                log.info("scheduler.leads", term=self._term)
+            if not self.leads:
+                return
+            log.info("scheduler.leads", term=self._term)
+        kept = await self._bus.keep_lead(ROLE, self._fleet.wish(self._name, self._term), self._last)
+        if kept is None:
+            log.warning("scheduler.lead_lost", term=self._term)
+        self._term, self._last = self._term if kept else 0, kept or 0
 
     def _lease_changed(self, id: str, value: bytes | None) -> None:
         if value is None:

@@ -265,7 +265,7 @@ class Bus:
         leader = wire.encode(wire.Leader(holder=holder))
         try:
             return await self._buckets[wire.LEADER].create(role, leader)
-        except KeyWrongLastSequenceError:
+        except (KeyWrongLastSequenceError, KeyNotFoundError):  # the latter where it ran out in the middle of asking
             return None
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
             raise BusError(f"{wire.LEADER}/{role}: not asked: {error}") from error
@@ -327,7 +327,8 @@ class Bus:
         """Tell `watcher` (key, value or None when deleted) all there is and every change, also after reconnects.
 
         A put is a publish on the bucket's subject, so a plain subscription sees every change without a server-side
-        consumer that a restart of the server would lose; the snapshot fills what happened while we were away.
+        consumer that a restart of the server would lose; the snapshot fills what happened while we were away. It sees
+        those also that are refused for what they expected, so a value that was only asked for must say so.
         """
         prefix = grants.key(bucket, "")
         known: set[str] = set()

@@ -287,6 +287,7 @@ class Leader(Message, frozen=True, kw_only=True, tag=True):
     """Who has a role that one process has at a time, and what it wishes."""
 
     holder: str
+    term: int = 0  # of its lead; 0: it asks for the role, and may not get it: who watches hears that too
     wanted: int = 0  # runtimes that there should be; 0: it does not say
     draining: list[str] = []  # runtimes that are no longer needed: they take no requests, and may end
 

@@ -1,8 +1,9 @@
 """How long is a fleet without a scheduler when that is killed in the middle of its work?
 
-Three runtimes with streams, and a scheduler that is to have three of them. It is killed fifteen times. Measured is the
-time until another process leads, and until what it says shows that it has heard of all three runtimes: that is its
-whole state, for it keeps nothing. Streams go on meanwhile; those that ended badly are counted.
+Three runtimes with streams, and a scheduler that is to have three of them. It is killed fifteen times, each time when
+it was well for so long that its supervisor starts it again at once: one that dies again and again is waited for.
+Measured is the time until another process leads, and until what it says shows that it has heard of all three runtimes:
+that is its whole state, for it keeps nothing. Streams go on meanwhile; those that ended badly are counted.
 
 `python tests/bench/bench_takeover.py`
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from gateway.supervise import HEALTHY_S  # noqa: E402
 from tests.bench.timing import load, spread  # noqa: E402
 from tests.e2e.fleet import EACH, RUNTIMES, Fleet  # noqa: E402
 
@@ -65,7 +67,7 @@ async def measure(fleet: Fleet) -> dict[str, object]:
     chance, times = random.Random(1), []
     for _ in range(KILLS):
         times.append(await killed(fleet))
-        await asyncio.sleep(chance.uniform(1, 3))
+        await asyncio.sleep(HEALTHY_S + chance.uniform(0, 2))
     while not ended:
         await asyncio.sleep(0.1)
     streams.cancel()

@@ -342,7 +342,7 @@ async def test_who_starts_runtimes_sees_how_many_there_should_be(plane: Plane) -
         "wanted": None,
         "draining": [],
     }
-    leader = wire.Leader(holder="s", wanted=3)
+    leader = wire.Leader(holder="s", term=1, wanted=3)
     await plane.bus.put(wire.LEADER, "scheduler", leader)
     await soon(lambda: plane.fleet.leader == leader)
     assert (await plane.admin.get("/fleet")).json()["wanted"] == 3

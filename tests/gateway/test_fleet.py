@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from gateway.fleet import COLDNESS, Coldness
+from store import wire
 from store.wire import ModelState, Residency, Role
+from tests.conftest import soon
 from tests.gateway.plane import Plane
 
 
@@ -62,3 +66,18 @@ async def test_prompts_go_to_who_computes_them_and_to_others_when_nobody_does(pl
         await plane.report({"m": busy}, runtime, role=role)
     assert plane.fleet.choose("m") == "r2"
     assert plane.fleet.choose("m", avoid=frozenset({"r2"})) == "r1"
+
+
+async def test_who_only_asks_for_the_lead_is_not_taken_for_the_leader(plane: Plane) -> None:
+    term = await plane.bus.take_lead("scheduler", "s")
+    assert term and plane.fleet.leader is None  # it has said nothing yet
+    leader = wire.Leader(holder="s", term=term, wanted=3)
+    last = await plane.bus.keep_lead("scheduler", leader, term)
+    await soon(lambda: plane.fleet.leader == leader)
+    assert last and await plane.bus.take_lead("scheduler", "other") is None
+    await asyncio.sleep(0.2)  # it is heard, though it was refused
+    assert plane.fleet.leader == leader
+    late = wire.Leader(holder="before", term=term - 1)
+    assert await plane.bus.keep_lead("scheduler", late, last - 1) is None
+    await asyncio.sleep(0.2)
+    assert plane.fleet.leader == leader

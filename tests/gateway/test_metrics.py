@@ -67,7 +67,7 @@ def used(metrics: Metrics, deployments: int) -> None:
 @pytest.mark.timeout(600)
 def test_five_thousand_deployments_stay_under_the_bound_and_all_series_are_declared() -> None:
     fleet = Leases(
-        {f"r{n}": lease(f"r{n}", labels=1000, models=1000) for n in range(4)}, wire.Leader(holder="s", wanted=3)
+        {f"r{n}": lease(f"r{n}", labels=1000, models=1000) for n in range(4)}, wire.Leader(holder="s", term=1, wanted=3)
     )
     metrics = Metrics(fleet)  # type: ignore[arg-type]
     used(metrics, 5000)

@@ -123,7 +123,7 @@ class Scaled:
 
     @property
     def wish(self) -> tuple[int, list[str]]:
-        wish = self.fleet.wish("s")
+        wish = self.fleet.wish("s", 1)
         return wish.wanted, wish.draining
 
 
@@ -165,7 +165,7 @@ def test_another_scheduler_learns_from_the_leases_who_drains() -> None:
 def test_a_fleet_without_a_band_wishes_nothing() -> None:
     fleet = Fleet(Rules(migrate=True))
     told(fleet, 1.0, OVERFULL)
-    assert fleet.wish("s") == wire.Leader(holder="s")
+    assert fleet.wish("s", 1) == wire.Leader(holder="s", term=1)
 
 
 def test_a_model_does_not_move_to_a_runtime_that_does_not_host_it() -> None:
