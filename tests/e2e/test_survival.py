@@ -166,18 +166,20 @@ async def test_a_hundred_kills_cost_no_stream(tmp_path_factory: pytest.TempPathF
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 async def test_two_hundred_moves_amid_kills_cost_no_stream(fleet: Fleet) -> None:
-    """Also those whose source or target dies in the middle of the handshake."""
+    """Also those whose source or target dies in the middle of the handshake: a runtime is killed for every 20 moves."""
     undisturbed = await fleet.undisturbed(EACH)
     chance, kills = random.Random(8), 0
     async with fleet.moving(chance) as moves:
-        while sum(moves.values()) < 200 or kills < 10:
+        while moves.total() < 200 or kills < 10:
             streams = asyncio.create_task(fleet.streams(EACH))
-            before = fleet.tokens
-            for at in sorted(chance.randrange(TOKENS * len(undisturbed)) for _ in range(2)):
-                victim = fleet.platform.runtime(f"r{chance.randint(1, RUNTIMES)}")
-                if await fleet.past(before + at, streams) and victim is not None:
-                    with contextlib.suppress(psutil.NoSuchProcess):  # the platform was first
-                        victim.kill()
-                        kills += 1
+            while not streams.done():
+                await asyncio.sleep(chance.uniform(0, 0.5))
+                if moves.total() >= 20 * (kills + 1):  # between moves, or in the middle of one
+                    victim = fleet.platform.runtime(f"r{chance.randint(1, RUNTIMES)}")
+                    if victim is not None:  # it is not down already
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            victim.kill()
+                            kills += 1
             assert await streams == undisturbed
+    print(f"{moves.total()} moves, {kills} kills")
     await fleet.booked(fleet.tokens)
