@@ -210,9 +210,14 @@ def shares(totals: Iterable[Attained]) -> Shares | None:
     if not total.requests:
         return None
     return Shares(
-        token=total.on_time / total.tokens,
-        token_rebased=total.on_time_rebased / total.tokens,
+        token=_share(total.on_time, total.tokens),
+        token_rebased=_share(total.on_time_rebased, total.tokens),
         token_time_weighted=total.time_shares / total.requests,
         first_token=total.first_on_time / total.requests,
         requests=total.requests,
     )
+
+
+def _share(on_time: int, tokens: int) -> float:
+    """Nothing is late where nothing was made: a request may have moved here and ended before its next token."""
+    return on_time / tokens if tokens else 1.0

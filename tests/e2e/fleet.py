@@ -119,11 +119,10 @@ class Fleet:
     async def moving(self, chance: random.Random) -> AsyncIterator[Counter[str]]:
         """Requests of chance are told to move, all the time; counts those that did, by the runtime that they left."""
         moves: Counter[str] = Counter()
-        task = asyncio.create_task(self._keep_moving(chance, moves))
-        yield moves
-        assert not task.done() or not task.exception(), task.exception()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:  # what goes wrong there ends this, too
+            task = group.create_task(self._keep_moving(chance, moves))
+            yield moves
+            task.cancel()
 
     async def _keep_moving(self, chance: random.Random, moves: Counter[str]) -> None:
         last = await self.moved()

@@ -157,3 +157,9 @@ def test_shares_of_several_runtimes_are_weighted_by_tokens_and_by_requests() -> 
     )
     assert shares([]) is None and shares([attainment.NOTHING]) is None
     assert add(many, attainment.NOTHING) == many
+
+
+def test_a_request_that_moved_here_and_ended_before_it_made_a_token_leaves_shares() -> None:
+    assert shares([Attained(requests=1, first_on_time=1, time_shares=1.0)]) == Shares(
+        token=1.0, token_rebased=1.0, token_time_weighted=1.0, first_token=1.0, requests=1
+    )
