@@ -7,6 +7,7 @@ can't be repaired are LOST to that runtime, as are those of a runtime that is si
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Coroutine, Iterable
@@ -201,11 +202,15 @@ class Relay:
         self._disown(frame.runtime, unknown)
 
     def _deliver(self, sink: Sink, deltas: list[Delta]) -> None:
-        """What goes wrong there is not to cost the streams of others."""
+        """What goes wrong there is an error of ours: it ends these streams, and costs no others."""
         try:
             sink.deliver(deltas)
         except Exception as error:
             log.error("relay.not_delivered", streams=len(deltas), error=place_of(error))
+            self._spawn(self.cancel([delta.stream for delta in deltas]))
+            for delta in deltas:
+                with contextlib.suppress(Exception):  # it may be the one that went wrong
+                    sink.deliver([Delta(delta.stream, [], delta.at, Finish.ERROR, error="the gateway failed")])
 
     def _follow(self, stream: Stream, to: wire.Moved) -> None:
         """It goes on at another runtime, which may have said something already."""

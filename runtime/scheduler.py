@@ -229,7 +229,9 @@ class Scheduler:
         kept = await self._bus.keep_lead(ROLE, self._fleet.wish(self._name, self._term), self._last)
         if kept is None:
             log.warning("scheduler.lead_lost", term=self._term)
-        self._term, self._last = self._term if kept else 0, kept or 0
+            self._term = 0
+        else:
+            self._last = kept
 
     def _lease_changed(self, id: str, value: bytes | None) -> None:
         if value is None:
