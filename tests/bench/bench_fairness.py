@@ -129,10 +129,10 @@ async def really(duration_s: float) -> float:
         kept: dict[int, list[Kept]] = {1: [], TIMES: []}
         for times in (1, TIMES) * RUNS:
             work = flooded(calm, times, SEED)
-            _, slower = await node.run("slack", work, objective)
+            _, seen = await node.run("slack", work, objective)
             kept[times].append(kept_of(node.asked, work, 1))
             both = {"t1": msgspec.to_builtins(kept[times][-1]), "t0": msgspec.to_builtins(kept_of(node.asked, work, 0))}
-            show("real", f"x{times}", both | {"slower_than_profiled": round(slower, 2), "load": load()})
+            show("real", f"x{times}", both | {"slower_than_profiled": round(seen.slower, 2), "load": load()})
     lost = [points(*pair) for pair in zip(kept[1], kept[TIMES], strict=True)]
     show("real", "lost by t1", {"points": lost, "of": ["tokens", "first tokens"]})
     return float(np.mean(lost, axis=0).max())
