@@ -295,16 +295,17 @@ class Cluster:
     def _scale(self, loads: list[Load], now: float) -> list[Order]:
         assert self._scaling is not None
         orders: list[Order] = []
-        unheard = 0
+        unheard = leaving = 0
         for device in self.devices:
             report = device.report
             if device.drains and device.there and not device.work and report is not None and not report.requests:
                 self._gone(device)
                 orders.append(Retire(device.number))
             unheard += device.died or (report is None and device.serves)
+            leaving += device.there and device.drains
         self._joining = [until for until in self._joining if now < until]
         serving = [load for load in loads if not self.devices[load.device].drains]
-        change = self._scaling.check(serving, len(self._joining) + unheard, now)
+        change = self._scaling.check(serving, len(self._joining) + unheard, now, leaving)
         if change.join:
             self._joining += [now + JOIN_S_MOST] * change.join
             orders.append(Join(change.join))

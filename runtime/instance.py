@@ -56,7 +56,7 @@ from runtime.events import (
 )
 from runtime.model import CHECKED_FIRST, MOVING, WITH_ENGINE, Model, Phase, Wish, check_due
 from runtime.pages import Pages
-from runtime.policy.prefetch import bring_in, first_needy, grow
+from runtime.policy.prefetch import bring_in, grow, in_turn
 from runtime.policy.turns import Turn, Turns
 from runtime.request import ModelKey, Request
 from runtime.requests import Requests
@@ -345,7 +345,7 @@ class Instance:
         if model.phase is Phase.FETCHING:
             self._fetching = None
         model.phase = phase
-        model.stuck = model.fresh = False
+        model.stuck = model.fresh = model.cramped = False
         self.moves += 1
         self._rooms.file(model)
 
@@ -506,10 +506,12 @@ class Instance:
         if admitted:
             wanted = model.kv_joined(held, sum([request.context + 1 for request in admitted]))
         effects: list[Effect] = []
-        if min(wanted, most) > held.kv:
+        needed, model.cramped = min(wanted, most), False
+        if needed > held.kv:
             wanted = min(wanted + model.kv_pages(AHEAD * (len(model.running) + len(admitted))), most)
             yields = partial(self._turns.yields, needy=model, turn=self.turn, now=now)
             effects += self._move(grow(model, wanted - held.kv, order, self._idle(), self.pages, yields, now), now)
+            model.cramped = self.pages.of(model.key).kv < needed
         if not admitted:
             return effects
         room, tokens = self.pages.of(model.key).kv, 0
@@ -528,17 +530,17 @@ class Instance:
 
     def _idle(self) -> list[Model]:
         """Without work and with pages, least recently used last."""
-        working = self._rooms.working
-        return [self.models[key] for key in self.pages.held if key not in working]
+        return [self.models[key] for key in self.pages.held if key not in self._rooms.working]
 
     def _bring_in(self, order: list[Model], chosen: tuple[Model, int] | None, now: float) -> list[MemoryEffect]:
-        """Pages for the first that can't go on without."""
-        needy = first_needy(order)
-        if needy is None or (self._fetching is not None and needy.phase is Phase.STAGED):
-            return []
-        yields = partial(self._turns.yields, needy=needy, turn=self.turn, now=now)
-        taken = bring_in(needy, order, self._idle(), self.pages, chosen and chosen[0], yields, now)
-        return self._move(taken, now)
+        for needy in in_turn(order, self._turns.relieves):
+            if self._fetching is not None and needy.phase is Phase.STAGED:
+                break
+            yields = partial(self._turns.yields, needy=needy, turn=self.turn, now=now)
+            taken = bring_in(needy, order, self._idle(), self.pages, chosen and chosen[0], yields, now)
+            if taken is not None:
+                return self._move(taken, now)
+        return []
 
     def _move(self, effects: list[MemoryEffect], now: float) -> list[MemoryEffect]:
         """Book what is asked for, so that nothing is promised twice."""
@@ -560,7 +562,7 @@ class Instance:
                     self.pages.book(key, kv=-pages)
                 case Grow(_, pages):
                     self.pages.book(key, kv=pages)
-                    model.stuck, model.fresh = False, True
+                    model.stuck, model.cramped, model.fresh = False, False, True
         return effects
 
     def _expect(self, model: Model, tokens: int, now: float) -> list[Effect]:

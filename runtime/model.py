@@ -87,6 +87,7 @@ class Model:
     used_at: float = 0.0  # last time it had work, became resident or failed to
     weights_pages: int = 0  # all of its weights; known once it was built
     stuck: bool = False  # it can't make a token before it gets more pages
+    cramped: bool = False  # it makes tokens, and lacks pages for some of those that it has or that wait for it
     fresh: bool = False  # it got pages for its next step and has not made it
     loading_s: float = 0.0  # of its way to RESIDENT so far
     load_ms: float = 0.0  # of the last such way
@@ -107,8 +108,13 @@ class Model:
     tokens: int = 0
     load_s: float = 0.0  # about what it takes to bring it in, if nothing of it is there
     urgency: float = 0.0  # what the policy sorted by
+    share: float = 0.0  # of the device's time, that the policy thinks it needs
     shares: Shares = field(default_factory=Shares)  # of the device that it is on
     pool_pages: int = 0  # of that device
+    hopeful: int = 0  # requests that are not lost, when `next_due` was asked last
+    stake_s: float = 0.0  # their patience, all in all
+    pace_s: float = _NEVER  # the shortest TBT of theirs
+    starves_at: float = _NEVER  # when one that is lost has had no token for STARVED_S
     _due_at: float = 0.0
     _due_within_at: float = 0.0
     _due_until: float = -_NEVER  # `_due_at` holds up to then
@@ -156,33 +162,43 @@ class Model:
         return self._due_within_at
 
     def _look_at_dues(self, now: float) -> None:
-        self._due_at, self._due_until = self._dues(self.running.values(), self.waiting.values(), now)
-        self._due_within_at = self._due_at
         if over := self.shares.over:
             running = [request for request in self.running.values() if request.tenant not in over]
             waiting = [request for request in self.waiting.values() if request.tenant not in over]
             self._due_within_at, _ = self._dues(running, waiting, now)
+        self._due_at, self._due_until = self._dues(self.running.values(), self.waiting.values(), now)
+        if not over:
+            self._due_within_at = self._due_at
 
     def _dues(self, running: Iterable[Request], waiting: Iterable[Request], now: float) -> tuple[float, float]:
+        """When the next token is due, and until when that holds."""
         due_at, until = _NEVER, _NEVER
+        hopeful, stake_s, pace_s, starves_at = 0, 0.0, _NEVER, _NEVER
         for request in running:
-            due, patience_s = request.progress.due_at, LATER_PATIENCE * request.objective.patience_s
-            if due + patience_s < now:
+            objective, due = request.objective, request.progress.due_at
+            lost_at = due + LATER_PATIENCE * objective.patience_s
+            if lost_at < now:
                 due = request.progress.last_at + STARVED_S
-            elif due + patience_s < until:
-                until = due + patience_s
-            if due < due_at:
-                due_at = due
+                starves_at = min(starves_at, due)
+            else:
+                until = min(until, lost_at)
+                hopeful, stake_s = hopeful + 1, stake_s + objective.patience_s
+                pace_s = min(pace_s, objective.tbt_s)
+            due_at = min(due_at, due)
         for request in waiting:
-            due = request.progress.due_at - self.costs.prefill(request.to_compute)
-            if due + request.objective.patience_s < now:
+            objective, due = request.objective, request.progress.due_at - self.costs.prefill(request.to_compute)
+            lost_at = due + objective.patience_s
+            if lost_at < now:
                 due = request.progress.last_at + STARVED_S
-            elif due + request.objective.patience_s < until:
-                until = due + request.objective.patience_s
-            if due < due_at:
-                due_at = due
+                starves_at = min(starves_at, due)
+            else:
+                until = min(until, lost_at)
+                hopeful, stake_s = hopeful + 1, stake_s + objective.patience_s
+                pace_s = min(pace_s, objective.tbt_s)
+            due_at = min(due_at, due)
         if self.wish is Wish.AWAKE:
             due_at = min(due_at, self.used_at + WAKE_S)
+        self.hopeful, self.stake_s, self.pace_s, self.starves_at = hopeful, stake_s, pace_s, starves_at
         return due_at, until
 
     def dues_changed(self) -> None:

@@ -23,6 +23,7 @@ class Aegaeon:
     """With `quota_s_most` its quotas are the paper's (4 s as published), else those that need no tuning."""
 
     shares = False
+    relieves = False
 
     def __init__(self, quota_s_most: float | None = None) -> None:
         self.queue = Queue()

@@ -23,6 +23,7 @@ class RequestLevel:
     a device of its own."""
 
     shares = False
+    relieves = False
 
     def __init__(self, patience_s: float = STARVED_S) -> None:
         self._patience_s = patience_s
@@ -62,6 +63,7 @@ class Resident:
     Who has work is parked only for a model with a request that got no token for STARVED_PER_TTFT times its TTFT."""
 
     shares = False
+    relieves = False
 
     def __init__(self) -> None:
         self.prompts = 0  # given to engines so far

@@ -7,7 +7,7 @@ that the others hold can be taken for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from runtime.engine.base import Held
 from runtime.events import Evict, Fetch, Grow, MemoryEffect, Shrink
@@ -22,12 +22,15 @@ _STILL, _LEAVING = (Phase.STAGED, Phase.RESIDENT), (Phase.PARKING, Phase.CLOSING
 Yields = Callable[[Model], bool]  # whether a model with work may be harmed
 
 
-def first_needy(order: Sequence[Model]) -> Model | None:
-    """The first that can't go on before it gets pages."""
+def in_turn(order: Sequence[Model], relieves: bool) -> Iterator[Model]:
+    """Who gets pages at the expense of others: the first that can't go on without. If the policy `relieves`, before it
+    those in front of it that go on, but not with all that they have."""
     for model in order:
         if model.needy:
-            return model
-    return None
+            yield model
+            return
+        if relieves and model.cramped:
+            yield model
 
 
 def bring_in(
@@ -38,12 +41,15 @@ def bring_in(
     stepper: Model | None,
     yields: Yields,
     now: float,
-) -> list[MemoryEffect]:
-    """Pages for `needy`, the first of `order` (soonest turn first) that can't go on without, or what makes room for it.
+) -> list[MemoryEffect] | None:
+    """Pages for `needy`, one of `order` (soonest turn first), or what makes room for it; None if there is no way, or no
+    need.
 
     `idle` are models without work, `stepper` is who steps meanwhile."""
     held = pages.of(needy.key)
     short = needy.short(held, pages.total)
+    if not (short or needy.needy):
+        return None
     leave = pages.total // HEADROOM if needy.phase is Phase.STAGED else 0
     missing = min(short + leave, pages.total - held.weights - held.kv) - pages.free
     actions: list[Action] = []
@@ -51,10 +57,10 @@ def bring_in(
         holders = _holders(idle, order, needy, yields, pages)
         missing -= _coming(holders)
         if missing > _most(holders):  # more often than not: ask no further
-            return []
+            return None
         made = make_room(missing, _holdings(holders, now), stepper.key if stepper else None)
         if made is None:
-            return []
+            return None
         actions = made
         if pages.free + _freed(actions) < short:  # the rest is on its way
             return [*actions]

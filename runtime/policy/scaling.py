@@ -26,10 +26,12 @@ class Band(msgspec.Struct, frozen=True):
     low_checks: int = 3  # in a row, before devices join
     high_checks: int = 6  # before one leaves
     cooldown_s: float = 10.0  # after a change, before one leaves
+    leaving_most: int | None = None  # at the same time; None: as many as are not needed
 
     def __post_init__(self) -> None:
         assert 1 <= self.least <= self.most, f"a fleet of {self.least} to {self.most} devices"
         assert self.low_steps < self.high_steps, "the band has no inside"
+        assert self.leaving_most is None or self.leaving_most > 0, "a fleet of which nobody may leave"
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -50,7 +52,7 @@ class Scaling:
         self._low = self._high = 0  # checks in a row
         self._quiet_until = -math.inf
 
-    def check(self, loads: Sequence[Load], joining: int, now: float) -> Change:
+    def check(self, loads: Sequence[Load], joining: int, now: float, leaving: int = 0) -> Change:
         """`loads` of those that serve and do not leave; `joining` devices were asked for and are not there yet."""
         band, count = self._band, len(loads) + joining
         if count < band.least:
@@ -59,7 +61,8 @@ class Scaling:
             return NOTHING
         fleet = total(loads)
         victim = min(loads, key=lambda load: (load.running + load.waiting, -load.device))
-        high = count > band.least and not joining and without(fleet, victim) > band.high_steps
+        may = band.leaving_most is None or leaving < band.leaving_most
+        high = may and count > band.least and not joining and without(fleet, victim) > band.high_steps
         low = pooled(fleet, joining) < band.low_steps
         self._low, self._high = (self._low + 1 if low else 0), (self._high + 1 if high else 0)
         if self._low >= band.low_checks and count < band.most:

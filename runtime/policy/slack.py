@@ -6,6 +6,10 @@ their requests gather, so that their next burst is a larger batch for nearly the
 pages that nobody needs soon while the present one steps. And a burst, once begun, goes on until its lead is worth it
 or somebody else is about to be late.
 
+While that is not enough, and the device has not the time to keep everybody at their pace, who would be late is not left
+to the order: those models wait of which the fewest requests (weighed by their patience, and without those whose tokens
+are lost already) share what their steps take. Their requests ride along when more come, or when there is time again.
+
 Nothing is known here of what is still to come, neither arrivals nor lengths: only deadlines, tokens made, and costs.
 
 Requests of tenants that are over their share (`runtime/shares.py`) take what time the others leave. Until somebody is
@@ -44,6 +48,7 @@ class Slack:
     """`working` models by when their next token is due; one that must be loaded has to begin sooner."""
 
     shares = True
+    relieves = True
 
     def __init__(self) -> None:
         self._spare_s = _NEVER  # that there is for prompts of those over their share
@@ -58,11 +63,12 @@ class Slack:
         for model in order:
             due_at = model.next_due(now)
             model.urgency = due_at if model.phase is _RESIDENT else due_at - model.load_s
-        order.sort(key=_urgency)
         self._spare_s = self._calm_s = _NEVER
-        if order and order[0].shares.over:
-            return self._with_shares(order, now)
-        return order
+        over = order and order[0].shares.over
+        if not over:
+            _give_up(order, now)
+        order.sort(key=_urgency)
+        return self._with_shares(order, now) if over else order
 
     def next(self, order: Sequence[Model], turn: Turn | None, now: float) -> tuple[Model, int] | None:
         ready = [model for model in order if model.phase is _RESIDENT and model.can_step]
@@ -171,6 +177,36 @@ class Slack:
                 break
             admitted.append(request)
         return admitted
+
+
+def _give_up(order: Sequence[Model], now: float) -> None:
+    """While the device has not the time to keep everybody at their pace, those wait who have the least at stake for
+    what they take of it: else the order by slack makes all of them late, one after the other."""
+    taken = 0.0
+    for model in order:
+        model.share = _share(model)
+        taken += model.share
+    if taken <= 1.0:
+        return
+    for model in sorted(order, key=_worth):
+        if model.share:
+            behind_s = min(YIELD_S, YIELD_PER_TTFT * model.ttft_s)
+            model.urgency = max(model.urgency, min(now + behind_s, model.starves_at))
+            taken -= model.share
+            if taken <= 1.0:
+                return
+
+
+def _share(model: Model) -> float:
+    """Of the device's time, to keep those at their pace who are not lost."""
+    if not model.hopeful:
+        return 0.0
+    context = model.context * model.hopeful // (len(model.running) + len(model.waiting))
+    return model.costs.step(model.hopeful, context) / model.pace_s
+
+
+def _worth(model: Model) -> float:
+    return model.stake_s / model.share if model.share else _NEVER
 
 
 def _guard_s(model: Model) -> float:

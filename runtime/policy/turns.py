@@ -30,6 +30,8 @@ class Turns(Protocol):
 
     shares: bool  # whether it looks at who is over their share; for the others nobody is
 
+    relieves: bool  # whether who can wait is parked for a model that steps and lacks pages for more requests
+
     def arrived(self, request: Request, now: float) -> None:
         """A request came for a model of this device. Those that end or go are just not there any more."""
 
@@ -57,6 +59,7 @@ class RoundRobin:
     """Each model with work steps `quota` times, then the one that waited longest."""
 
     shares = False
+    relieves = False
 
     def __init__(self, quota: int = 8) -> None:
         self.quota = quota

@@ -86,7 +86,8 @@ def _compile(fresh: Path) -> None:
     )
     if done.returncode:
         said = (done.stderr + done.stdout).strip().splitlines() or ["nothing was said"]
-        raise ValueError(f"mypyc failed: {said[-1]}; it needs the package mypy, a C compiler and Python's headers")
+        first = next((line for line in said if ": error:" in line), said[-1])  # warnings come after it
+        raise ValueError(f"mypyc failed: {first}; it needs the package mypy, a C compiler and Python's headers")
     shutil.rmtree(fresh / "build")
 
 

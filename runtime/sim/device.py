@@ -108,6 +108,10 @@ class Device:
         kv_bytes = float(self.world.profile.memory_bytes - weights)
         return load_of(self.number, world.now, kv_bytes, self.usages(), shares, {})
 
+    def held_bytes(self) -> float:
+        """For keys and values of requests that run."""
+        return sum([usage.kv_bytes for usage in self.usages() if not usage.waits])
+
     def usages(self) -> list[Usage]:
         """Of its requests. What is parked uses nothing."""
         moving, found = self.world.moves.by_request, []

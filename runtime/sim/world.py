@@ -48,6 +48,7 @@ class Result(msgspec.Struct, frozen=True):
     loading: float  # in which weights were on their way
     fetches_per_s: float  # and device
     gpu_hours: float = 0.0  # while requests came, of devices that were there, restarted or drained
+    held_hours: float = 0.0  # of devices whose memory for keys and values were full of what running requests held
     moves: int = 0  # of requests, to another device
     moves_given_up: int = 0
     resumed: int = 0  # times a request went on elsewhere after its device was gone
@@ -88,6 +89,7 @@ class World:
         self._gone: list[Device] = []  # and replaced
         self._since: dict[int, float] = dict.fromkeys(range(devices), 0.0)  # that each device has been paid for
         self._paid_s = 0.0  # of devices that retired
+        self._held_s = 0.0
         self._homeless: list[Request] = []  # nobody serves
         self._heap: list[tuple[float, int, Callable[..., None], Any]] = []
         self._count = 0
@@ -165,8 +167,12 @@ class World:
 
     def _tick(self, interval_s: float) -> None:
         for device in self.devices:
-            if not device.gone:
-                self.cluster.hear(device.load())
+            if device.gone:
+                continue
+            load = device.load()
+            self.cluster.hear(load)
+            if self.now <= self.workload.duration_s:
+                self._held_s += interval_s * device.held_bytes() / load.kv_bytes
         orders = self.cluster.tick(self.now)
         self.moves.order([order for order in orders if isinstance(order, Migrate)])
         for order in orders:
@@ -260,6 +266,7 @@ class World:
             loading=sum(device.loading_s for device in devices) / count / self.now,
             fetches_per_s=sum(device.fetches for device in devices) / count / self.now,
             gpu_hours=(self._paid_s + sum(map(self._paid_for, self._since.values()))) / 3600,
+            held_hours=self._held_s / 3600,
             moves=self.moves.done,
             moves_given_up=self.moves.given_up,
             resumed=self.resumed,

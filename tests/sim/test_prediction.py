@@ -8,6 +8,7 @@ import pytest
 from runtime.costs import ModelSize
 from runtime.policy.by_name import POLICIES
 from runtime.policy.dispatch import LeastLoaded
+from runtime.policy.slack import Slack
 from runtime.request import Objective
 from runtime.sim.workload import Workload
 from runtime.sim.world import World
@@ -31,3 +32,24 @@ def test_requests_that_outgrow_the_pool_step_aside_and_end(policy: str) -> None:
     world = World(work, profile(pages), POLICIES[policy], LeastLoaded(), 1, Objective(), checks=True)
     world.run(drain_s=300.0)
     assert [request.sent for request in world.requests] == [448] * count
+
+
+@pytest.mark.parametrize("relieves", [True, False])
+def test_a_burst_gets_the_pages_of_a_model_with_a_lead(relieves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first model's request has 22 of 46 pages, and soon a lead of many seconds; the second one is there
+    when it is asked twenty times at once, and beside both there is room for few. Those that join later are late."""
+    monkeypatch.setattr(Slack, "relieves", relieves)
+    work = Workload(
+        models=[ModelSize(f"m{n}", COSTS.weight_bytes, COSTS.kv_bytes_per_token, 1e6) for n in (0, 1)],
+        rates=[1.0, 1.0],
+        duration_s=6.0,
+        at_s=np.array([0.0, 4.5, *[5.0] * 20]),
+        model=np.array([0, 1, *[1] * 20], np.int32),
+        prompt_tokens=np.array([1000, 60, *[60] * 20], np.int32),
+        output_tokens=np.array([900, 200, *[200] * 20], np.int32),
+    )
+    world = World(work, profile(46), Slack, LeastLoaded(), 1, Objective(ttft_s=2.0), checks=True)
+    world.run(drain_s=300.0)
+    assert [request.sent for request in world.requests] == work.output_tokens.tolist()
+    late = sum(request.progress.first_late for request in world.requests)
+    assert late == 0 if relieves else late > 5
