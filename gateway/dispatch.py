@@ -192,37 +192,42 @@ class Dispatcher:
     def deliver(self, deltas: list[Delta]) -> None:
         made: list[tuple[str, Delta]] = []
         now = time.monotonic()
-        for delta in deltas:
-            request = self._by_stream.get(delta.stream)
-            if request is None:
-                continue
-            if delta.tokens:
-                if not request.made:
-                    request.first_late = now > request.due_at
-                request.made += delta.tokens
-                request.stalled_at = None
-            told = request.spend(delta)
-            request.timing.came(delta, now)
-            if delta.moved is not None:
-                request.timing.moved()
-                self._fleet.gave_back(request.runtime)
-                request.runtime = delta.moved.runtime
-                self._fleet.took(request.runtime)
-                request.leave()
-            elif delta.finish is Finish.LOST:
+        try:
+            for delta in deltas:
+                request = self._by_stream.get(delta.stream)
+                if request is not None:
+                    self._hear(request, delta, made, now)
+        finally:  # who has ended before another one's delta goes wrong has its last tokens
+            if made:
+                self._taker.made(made)
+
+    def _hear(self, request: Open, delta: Delta, made: list[tuple[str, Delta]], now: float) -> None:
+        """`made`: what the taker is told."""
+        if delta.tokens:
+            if not request.made:
+                request.first_late = now > request.due_at
+            request.made += delta.tokens
+            request.stalled_at = None
+        told = request.spend(delta)
+        request.timing.came(delta, now)
+        if delta.moved is not None:
+            request.timing.moved()
+            self._fleet.gave_back(request.runtime)
+            request.runtime = delta.moved.runtime
+            self._fleet.took(request.runtime)
+            request.leave()
+        elif delta.finish is Finish.LOST:
+            self._forget(request)
+            request.leave()
+            request.timing.lost()
+            self._lost(request, delta)
+        elif delta.finish is Finish.ERROR:
+            self._fail(request, delta.error or "the engine ended the request with an error")
+        elif delta.tokens or delta.finish is not None:
+            made.append((request.id, told))
+            if delta.finish is not None:
                 self._forget(request)
-                request.leave()
-                request.timing.lost()
-                self._lost(request, delta)
-            elif delta.finish is Finish.ERROR:
-                self._fail(request, delta.error or "the engine ended the request with an error")
-            elif delta.tokens or delta.finish is not None:
-                made.append((request.id, told))
-                if delta.finish is not None:
-                    self._forget(request)
-                    del self._open[request.id]
-        if made:
-            self._taker.made(made)
+                del self._open[request.id]
 
     def _lost(self, request: Open, delta: Delta) -> None:
         if delta.suspect:

@@ -254,6 +254,31 @@ async def test_an_error_is_the_end(two: Runtimes) -> None:
     assert two.taken.errors == {"a": "the engine ended the request with an error"} and not two.all["r2"].runs
 
 
+async def test_who_ends_in_a_batch_in_which_another_goes_wrong_has_its_last_tokens(
+    two: Runtimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for id in ("a", "b"):
+        await two.submit(id)
+    await two.taken_by("r1", runs=2)
+    ends, goes_wrong = sorted(two.all["r1"].runs, key=lambda asked: asked.stream)
+    came, wrong = Timing.came, [ZeroDivisionError()]
+
+    def goes_wrong_once(timing: Timing, delta: Delta, now: float) -> None:
+        if wrong and timing is two.timings["b"]:
+            raise wrong.pop()
+        came(timing, delta, now)
+
+    monkeypatch.setattr(Timing, "came", goes_wrong_once)
+    deltas = [Delta(ends.stream, [7], 0, Finish.STOP), Delta(goes_wrong.stream, [8], 0)]
+    await two.all["r1"].send(wire.encode(wire.Frame(runtime="r1", epoch=1, seq=1, deltas=deltas)))
+
+    async def over() -> bool:
+        return "b" in two.taken.errors
+
+    await until(over)
+    assert two.taken.tokens == {"a": [7]} and two.taken.ended == {"a": Finish.STOP}
+
+
 async def test_a_first_attempt_that_nobody_takes_says_why(two: Runtimes) -> None:
     for runtime in two.all.values():
         runtime.refusal = Refusal.BUSY
