@@ -4,9 +4,10 @@
 devices like its A10; requests go to the freest device, with migration and without, and in turns. `bursts`: the same
 model as that paper scales it (6.5: lengths L-L, 2 requests/s in bursts, 1 to 16 devices), each line one band of
 freeness, so that GPU-hours can be compared at equal P99 of the first token; once more with devices that join at once,
-which no forecast can beat. `scale`: that under a load that rises and falls, M-M, 2 to 24 devices. `fleet`: many models
-asked like ServeGen's clients, 11 on each H100, on their devices, moving between them, scaling, and in turns.
-`decisions`: what one costs with 256 devices, in one core's time.
+which no forecast can beat, and with one device at most that leaves at a time, as in the paper. What no fleet can save:
+the hours of devices that would be full all the time of what the running requests held. `scale`: that under a load that
+rises and falls, M-M, 2 to 24 devices. `fleet`: many models asked like ServeGen's clients, 11 on each H100, on their
+devices, moving between them, scaling, and in turns. `decisions`: what one costs with 256 devices, in one core's time.
 
 Ratios are of the same seed, in the median [least, most]. Every simulation is kept in build/ for as long as the
 simulated code stays the same: what is ended goes on later.
@@ -168,7 +169,19 @@ def _ended(world: World, warm_s: float = 60.0) -> Result:
 # ── as many devices as the load needs ─────────────────────────────────────────────────────────────────────────────────
 
 LOWS, WIDTH = (1.0, 40.0, 120.0, 240.0, 320.0), 200.0  # steps, of bands
-SCALES = {"freest": (ONE_BY_ONE, JOIN_S), "moving": (MOVING, JOIN_S), "moving, at once": (MOVING, 0.0)}
+SCALES: dict[str, tuple[Rules, float, int | None]] = {  # what a device takes to join, how many leave at the same time
+    "freest": (ONE_BY_ONE, JOIN_S, None),
+    "moving": (MOVING, JOIN_S, None),
+    "moving, at once": (MOVING, 0.0, None),
+    "freest, one leaves": (ONE_BY_ONE, JOIN_S, 1),
+    "moving, one leaves": (MOVING, JOIN_S, 1),
+}
+COMPARED = (
+    ("moving", "freest"),
+    ("moving, at once", "freest"),
+    ("moving, one leaves", "freest, one leaves"),
+    ("moving", "freest, one leaves"),
+)
 LONG = np.array((8.0, 55, 582, 3113, 5166, 6144))  # tokens
 BURSTS, BURST_RATE, BURST_CV = 5000, 2.0, 2.0
 FILLED_S = 300.0  # so long the empty fleet takes to have as much to do as later: the longest requests last for minutes
@@ -191,8 +204,8 @@ def _scale(run: Run) -> Result:
 
 
 def _scaled(run: Run, workload: Workload, band: Band, devices: int) -> World:
-    rules, join_s = SCALES[run.variant]
-    rules = msgspec.structs.replace(rules, band=band)
+    rules, join_s, leaving_most = SCALES[run.variant]
+    rules = msgspec.structs.replace(rules, band=msgspec.structs.replace(band, leaving_most=leaving_most))
     return World(workload, A10, Resident, Freest(), devices, OBJECTIVE, rules=rules, join_s=join_s)
 
 
@@ -249,6 +262,9 @@ def show_scale(part: str, results: Mapping[Run, Result], points: Sequence[float]
     for low in points:
         for variant in SCALES:
             _line(f"{part}, from {low:g}", variant, [results[Run(part, variant, low, seed)] for seed in seeds])
+    held = [
+        min(results[Run(part, variant, low, seed)].held_hours for low in points for variant in SCALES) for seed in seeds
+    ]
     for name, measure, limits in EQUAL:
         for limit in limits:
             hours = {
@@ -257,11 +273,19 @@ def show_scale(part: str, results: Mapping[Run, Result], points: Sequence[float]
                 ]
                 for variant in SCALES
             }
-            for variant in ("moving", "moving, at once"):
-                saved = [1 - less / freest for freest, less in zip(hours["freest"], hours[variant], strict=True)]
-                known = [share for share in saved if np.isfinite(share)]
-                told = f"{_range(known)}, known of {len(known)} seeds" if known else "not known"
-                print(f"  GPU-hours saved at {name} of {limit:g}, {variant}: {told}")
+            for variant, other in COMPARED:
+                print(
+                    f"  GPU-hours saved at {name} of {limit:g}, {variant} over {other}: {_saved(hours, variant, other)}"
+                )
+            for other in ("freest", "freest, one leaves"):
+                most = _saved({**hours, "held": held}, "held", other)
+                print(f"  no fleet can save more at {name} of {limit:g} than, over {other}: {most}")
+
+
+def _saved(hours: Mapping[str, Sequence[float]], variant: str, other: str) -> str:
+    saved = [1 - less / more for less, more in zip(hours[variant], hours[other], strict=True)]
+    known = [share for share in saved if np.isfinite(share)]
+    return f"{_range(known)}, known of {len(known)} seeds" if known else "not known"
 
 
 def _hours(results: Sequence[Result], measure: Callable[[Result], float], limit: float) -> float:
@@ -294,6 +318,7 @@ def _line(name: str, variant: str, results: Sequence[Result]) -> None:
         "tokens": [result.token_attainment for result in results],
         "first": [result.first_token_attainment for result in results],
         "GPU-h": [result.gpu_hours for result in results],
+        "held": [result.held_hours for result in results],
         "moves": [float(result.moves) for result in results],
     }
     print(f"{name}, {variant}: " + ", ".join(f"{column} {_range(values)}" for column, values in columns.items()))

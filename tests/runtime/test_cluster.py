@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -169,6 +170,16 @@ def test_devices_join_drain_and_retire_when_nothing_is_left_on_them() -> None:
     cluster.joined(1)
     cluster.joined(2)
     assert [device.serves for device in cluster.devices] == [True] * 3
+
+
+@pytest.mark.parametrize(("leaving_most", "drained"), [(None, [3, 2]), (1, [3])])
+def test_who_leaves_counts_until_it_has_drained(leaving_most: int | None, drained: list[int]) -> None:
+    cluster = Cluster(4, MODELS, Rules(band=Band(1, 4, leaving_most=leaving_most)))
+    orders = []
+    for second in range(20):
+        told(cluster, *(load(number, second, 10, requests=4 - number) for number in range(4)))
+        orders += cluster.tick(second)
+    assert orders == [Drain(number) for number in drained]
 
 
 def test_who_died_is_given_nothing_and_is_waited_for() -> None:

@@ -73,6 +73,15 @@ def test_between_two_changes_there_is_a_pause() -> None:
     assert len(checked(idle, fleet([0, 1], 1.0, 3), 2, began=115.0)) == 1
 
 
+def test_no_more_leave_at_the_same_time_than_may() -> None:
+    band, loads = replace(BAND, leaving_most=1), fleet([0, 1], 1.0, 3)
+    assert Scaling(BAND).check(loads, 0, 0.0, leaving=1) == NOTHING
+    for leaving, changes in ((0, [Change(leave=(1,))]), (1, [])):
+        scaling = Scaling(band)
+        checks = [scaling.check(loads, 0, float(second), leaving) for second in range(10)]
+        assert [change for change in checks if change != NOTHING] == changes
+
+
 def test_a_fleet_below_its_least_is_filled_at_once() -> None:
     assert checked(Scaling(Band(3, 8)), [], 1) == [Change(join=3)]
     assert checked(Scaling(Band(3, 8)), [], 5, joining=3) == []

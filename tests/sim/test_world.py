@@ -14,7 +14,7 @@ from runtime.request import ModelKey, Objective, Request, request_id
 from runtime.sim.faults import RESTART_S, SILENT_S, Fault, drawn
 from runtime.sim.workload import Workload
 from runtime.sim.world import World
-from tests.sim.small import COSTS, profile
+from tests.sim.small import COSTS, PAGE, profile
 
 
 def work(at_s: list[float], prompts: list[int], outputs: list[int], models: int = 1) -> Workload:
@@ -147,8 +147,19 @@ def test_a_fleet_grows_and_shrinks_with_its_load_and_is_paid_for_as_long_as_it_i
     assert made(world) == workload.output_tokens.tolist()
     assert len(world.devices) > 1
     assert sum(device.there for device in world.cluster.devices) == 1
-    hours = world.result(0.0).gpu_hours
-    assert workload.duration_s / 3600 < hours < len(world.devices) * workload.duration_s / 3600
+    result = world.result(0.0)
+    assert workload.duration_s / 3600 < result.gpu_hours < len(world.devices) * workload.duration_s / 3600
+    assert 0 < result.held_hours < result.gpu_hours
+
+
+def test_what_running_requests_hold_is_counted_while_they_come() -> None:
+    """Two of 300 tokens and more, on a device each, until the last one comes."""
+    duration_s, pages = 200.0, 10_000
+    workload = work([0.0, 0.0, duration_s], [300, 300, 8], [30_000] * 2 + [2])
+    result = fleet(workload, 2, pages=pages, rules=ONE_BY_ONE, drain_s=1000.0).result(0.0)
+    tokens = 300 + duration_s / COSTS.step(1, 0) / 2  # in the mean
+    room = (pages - COSTS.weight_bytes / PAGE) * PAGE / COSTS.kv_bytes_per_token
+    assert result.held_hours * 3600 == pytest.approx(2 * duration_s * tokens / room, rel=0.03)
 
 
 def test_who_is_leaving_is_called_back_before_another_is_waited_for() -> None:
