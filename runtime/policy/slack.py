@@ -6,9 +6,11 @@ their requests gather, so that their next burst is a larger batch for nearly the
 pages that nobody needs soon while the present one steps. And a burst, once begun, goes on until its lead is worth it
 or somebody else is about to be late.
 
-While that is not enough, and the device has not the time to keep everybody at their pace, who would be late is not left
-to the order: those models wait of which the fewest requests (weighed by their patience, and without those whose tokens
-are lost already) share what their steps take. Their requests ride along when more come, or when there is time again.
+While that is not enough, who is late is not left to the order, or one after the other would be. A model whose first
+tokens will be late however soon it comes in lets others come in before. And while the device has not the time to keep
+everybody at their pace, those models wait of which the fewest requests (weighed by their patience, and without those
+whose tokens are lost already) share what their steps take. Their requests ride along when more come, or when there is
+time again.
 
 Nothing is known here of what is still to come, neither arrivals nor lengths: only deadlines, tokens made, and costs.
 
@@ -37,7 +39,8 @@ SHARE_S_LEAST = 0.05  # of a burst beside others, however near they are
 NEAR_S = 1.0  # who is nearer to being late than this goes before tenants that are over their share
 TURN_S = 1.0  # of theirs, at least, if somebody else is parked for it
 PROMPTS_S = 0.3  # of theirs, at once: the others have so much time, and the next of these does not wait for longer
-YIELD_S, YIELD_PER_TTFT = 4.0, 0.4  # who is parked for another has so much more slack, or time for both to move
+YIELD_S, YIELD_PER_TTFT = 4.0, 0.4  # who is parked for another has so much more slack, or time for both to move; and by
+# as much who can't be in time is set back
 
 _urgency = attrgetter("urgency")
 _NEVER = float("inf")
@@ -61,8 +64,11 @@ class Slack:
     def order(self, working: Iterable[Model], now: float) -> list[Model]:
         order = list(working)
         for model in order:
-            due_at = model.next_due(now)
-            model.urgency = due_at if model.phase is _RESIDENT else due_at - model.load_s
+            model.urgency = model.next_due(now)
+            if model.phase is not _RESIDENT:
+                model.urgency -= model.load_s
+                if model.urgency < now and model.waiting and not model.running:  # late, however soon it comes in
+                    model.urgency = min(now + _behind_s(model), model.starves_at)
         self._spare_s = self._calm_s = _NEVER
         over = order and order[0].shares.over
         if not over:
@@ -123,7 +129,7 @@ class Slack:
         gain_s = slack_s - needy_s
         if needy_s < needy.load_s:  # it will be late whoever gives way
             return gain_s >= YIELD_S
-        return gain_s >= max(model.load_s + needy.load_s, min(YIELD_S, YIELD_PER_TTFT * needy.ttft_s))
+        return gain_s >= max(model.load_s + needy.load_s, _behind_s(needy))
 
     # ── tenants over their share ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -190,11 +196,14 @@ def _give_up(order: Sequence[Model], now: float) -> None:
         return
     for model in sorted(order, key=_worth):
         if model.share:
-            behind_s = min(YIELD_S, YIELD_PER_TTFT * model.ttft_s)
-            model.urgency = max(model.urgency, min(now + behind_s, model.starves_at))
+            model.urgency = max(model.urgency, min(now + _behind_s(model), model.starves_at))
             taken -= model.share
             if taken <= 1.0:
                 return
+
+
+def _behind_s(model: Model) -> float:
+    return min(YIELD_S, YIELD_PER_TTFT * model.ttft_s)
 
 
 def _share(model: Model) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,6 +50,7 @@ class Result(msgspec.Struct, frozen=True):
     fetches_per_s: float  # and device
     gpu_hours: float = 0.0  # while requests came, of devices that were there, restarted or drained
     held_hours: float = 0.0  # of devices whose memory for keys and values were full of what running requests held
+    whole_hours: float = 0.0  # of as few whole devices as could hold that from one second to the next
     moves: int = 0  # of requests, to another device
     moves_given_up: int = 0
     resumed: int = 0  # times a request went on elsewhere after its device was gone
@@ -89,7 +91,7 @@ class World:
         self._gone: list[Device] = []  # and replaced
         self._since: dict[int, float] = dict.fromkeys(range(devices), 0.0)  # that each device has been paid for
         self._paid_s = 0.0  # of devices that retired
-        self._held_s = 0.0
+        self._held_s = self._whole_s = 0.0
         self._homeless: list[Request] = []  # nobody serves
         self._heap: list[tuple[float, int, Callable[..., None], Any]] = []
         self._count = 0
@@ -166,13 +168,17 @@ class World:
     # ── the fleet ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _tick(self, interval_s: float) -> None:
+        held = 0.0
         for device in self.devices:
             if device.gone:
                 continue
             load = device.load()
             self.cluster.hear(load)
-            if self.now <= self.workload.duration_s:
-                self._held_s += interval_s * device.held_bytes() / load.kv_bytes
+            if load.kv_bytes > 0:
+                held += device.held_bytes() / load.kv_bytes
+        if self.now <= self.workload.duration_s:
+            self._held_s += interval_s * held
+            self._whole_s += interval_s * math.ceil(held)
         orders = self.cluster.tick(self.now)
         self.moves.order([order for order in orders if isinstance(order, Migrate)])
         for order in orders:
@@ -267,6 +273,7 @@ class World:
             fetches_per_s=sum(device.fetches for device in devices) / count / self.now,
             gpu_hours=(self._paid_s + sum(map(self._paid_for, self._since.values()))) / 3600,
             held_hours=self._held_s / 3600,
+            whole_hours=self._whole_s / 3600,
             moves=self.moves.done,
             moves_given_up=self.moves.given_up,
             resumed=self.resumed,

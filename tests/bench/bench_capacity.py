@@ -267,11 +267,17 @@ def known_answers() -> list[Answer]:
 
 def simulated_code() -> str:
     """A digest of the modules that a simulation runs and of the profiles: others may change in between."""
-    files = {Path(module.__file__) for name, module in sys.modules.items() if _simulates(name) and module.__file__}
+    files = {_source(module.__file__) for name, module in sys.modules.items() if _simulates(name) and module.__file__}
     content = hashlib.sha256()
     for path in sorted([*files, *(ROOT / "deploy" / "profiles").glob("h*.json")]):
         content.update(path.read_bytes())
     return content.hexdigest()[:12]
+
+
+def _source(file: str) -> Path:
+    """Of a compiled module what lies beside it: the code of all is in one library, which none of them names."""
+    path = Path(file)
+    return path if path.suffix == ".py" else path.with_name(path.name.split(".")[0] + ".py")
 
 
 def _simulates(name: str) -> bool:

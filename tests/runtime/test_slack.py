@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from runtime.model import STARVED_S
 from runtime.policy.slack import Slack
-from tests.runtime.test_policies import STEP_S, Device
+from tests.runtime.test_policies import LOAD_S, STEP_S, Device
 
 HALF = STEP_S / 0.5  # a TBT for which a model needs half of the device's time
 MORE = STEP_S / 0.6
@@ -45,6 +45,18 @@ def test_who_waits_goes_before_those_that_have_a_longer_lead_than_it_is_set_back
     for request in device.models["b"].running.values():
         request.progress.deliver(device.now, 400, 0.0)
     device.models["b"].dues_changed()
+    assert order(device) == "ab"
+
+
+def test_who_comes_in_too_late_for_its_first_token_lets_others_come_in_before_until_it_starves() -> None:
+    device = Device(Slack(), away="ab")
+    for model in device.models.values():
+        model.load_s = LOAD_S
+    device.ask("a", ttft_s=LOAD_S / 2)
+    device.ask("b", ttft_s=2 * LOAD_S)
+    assert order(device) == "ba"
+    device.now = STARVED_S + 1
+    device.ask("b", ttft_s=2 * LOAD_S)
     assert order(device) == "ab"
 
 

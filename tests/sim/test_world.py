@@ -149,7 +149,7 @@ def test_a_fleet_grows_and_shrinks_with_its_load_and_is_paid_for_as_long_as_it_i
     assert sum(device.there for device in world.cluster.devices) == 1
     result = world.result(0.0)
     assert workload.duration_s / 3600 < result.gpu_hours < len(world.devices) * workload.duration_s / 3600
-    assert 0 < result.held_hours < result.gpu_hours
+    assert 0 < result.held_hours < result.whole_hours < result.gpu_hours
 
 
 def test_what_running_requests_hold_is_counted_while_they_come() -> None:
