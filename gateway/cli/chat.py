@@ -31,7 +31,7 @@ class Said:
     """One answer, whole."""
 
     text: str
-    ttft_ms: int
+    ttft_ms: float
     seconds: float
     cold: str  # none | host | disk
     timing_ms: Mapping[str, float]  # where the time to the first byte went, by Server-Timing
@@ -42,7 +42,7 @@ class Said:
         start = "warm" if self.cold == "none" else f"cold start from {self.cold}"
         longest = sorted(self.timing_ms.items(), key=lambda part: -part[1])[:PARTS_MOST]
         parts = ", ".join(f"{part} {ms:.0f} ms" for part, ms in longest if ms >= 1)
-        first = f"first token after {self.ttft_ms} ms" + (f" ({parts})" if parts else "")
+        first = f"first token after {self.ttft_ms:.0f} ms" + (f" ({parts})" if parts else "")
         speed = "" if self.tokens_per_s is None else f", {self.tokens_per_s:.3g} tokens/s"
         return f"[{start}, {first}, {at(self.usage, 'completion_tokens')} tokens in {self.seconds:.2f} s{speed}]"
 
@@ -123,7 +123,7 @@ def ask(gateway: Gateway, path: str, body: Row, echo: bool) -> Said:
     if echo:
         typer.echo()
     ended_s = time.monotonic()
-    ttft_ms = round(((first_s or ended_s) - began_s) * 1e3)
+    ttft_ms = round(((first_s or ended_s) - began_s) * 1e3, 3)
     return Said("".join(pieces), ttft_ms, ended_s - began_s, cold, timing_ms, usage)
 
 
