@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -18,6 +18,7 @@ WAKE_S = 10.0  # a model that nobody asks for is to be awake so long after it wa
 LATER_PATIENCE = 0.2  # of its patience a request has for later tokens: who has fallen behind has to catch up first
 STARVED_S = 60.0  # a request whose tokens are lost makes others wait again after so long without one
 _NEVER = float("inf")
+_NOBODY: frozenset[str] = frozenset()
 CHECKED_FIRST, CHECKED_EVERY = 3, 16  # fetches
 
 
@@ -68,6 +69,29 @@ def check_due(fetches: int) -> bool:
 
 
 @dataclass(slots=True, eq=False)
+class Dues:
+    """When a model's next token is due, and what is at stake for it."""
+
+    until: float = -_NEVER  # this holds up to then
+    at: float = _NEVER
+    hopeful: int = 0  # requests that are not lost
+    stake_s: float = 0.0  # their patience, all in all
+    pace_s: float = _NEVER  # the shortest TBT of theirs
+    starves_at: float = _NEVER  # when one that is lost has had no token for STARVED_S
+
+    def add(self, request: Request, due_at: float, lost_at: float, now: float) -> None:
+        if lost_at < now:
+            due_at = request.progress.last_at + STARVED_S
+            self.starves_at = min(self.starves_at, due_at)
+        else:
+            self.until = min(self.until, lost_at)
+            self.hopeful += 1
+            self.stake_s += request.objective.patience_s
+            self.pace_s = min(self.pace_s, request.objective.tbt_s)
+        self.at = min(self.at, due_at)
+
+
+@dataclass(slots=True, eq=False)
 class Model:
     """`waiting` requests have not reached the engine; `running` ones have, and may be parked in it."""
 
@@ -111,13 +135,8 @@ class Model:
     share: float = 0.0  # of the device's time, that the policy thinks it needs
     shares: Shares = field(default_factory=Shares)  # of the device that it is on
     pool_pages: int = 0  # of that device
-    hopeful: int = 0  # requests that are not lost, when `next_due` was asked last
-    stake_s: float = 0.0  # their patience, all in all
-    pace_s: float = _NEVER  # the shortest TBT of theirs
-    starves_at: float = _NEVER  # when one that is lost has had no token for STARVED_S
-    _due_at: float = 0.0
-    _due_within_at: float = 0.0
-    _due_until: float = -_NEVER  # `_due_at` holds up to then
+    dues: Dues = field(default_factory=Dues)  # as they were when `next_due` was asked last
+    _dues_within: Dues = field(default_factory=Dues)  # of tenants that are not over their share
 
     def __post_init__(self) -> None:
         self.key = ModelKey(self.spec.key)
@@ -151,58 +170,38 @@ class Model:
         """When its next token is due, or has to be begun if it is a first one; `inf` if it makes nobody late.
 
         Tokens that are lost don't count, but a request that waits for `STARVED_S` counts again."""
-        if now > self._due_until:
+        if now > self.dues.until:
             self._look_at_dues(now)
-        return self._due_at
+        return self.dues.at
 
     def next_due_within(self, now: float) -> float:
         """The same, of tenants that are not over their share."""
-        if now > self._due_until:
+        if now > self.dues.until:
             self._look_at_dues(now)
-        return self._due_within_at
+        return self._dues_within.at
 
     def _look_at_dues(self, now: float) -> None:
-        if over := self.shares.over:
-            running = [request for request in self.running.values() if request.tenant not in over]
-            waiting = [request for request in self.waiting.values() if request.tenant not in over]
-            self._due_within_at, _ = self._dues(running, waiting, now)
-        self._due_at, self._due_until = self._dues(self.running.values(), self.waiting.values(), now)
-        if not over:
-            self._due_within_at = self._due_at
+        over = self.shares.over
+        self.dues = self._look(now, _NOBODY)
+        self._dues_within = self._look(now, over) if over else self.dues
 
-    def _dues(self, running: Iterable[Request], waiting: Iterable[Request], now: float) -> tuple[float, float]:
-        """When the next token is due, and until when that holds."""
-        due_at, until = _NEVER, _NEVER
-        hopeful, stake_s, pace_s, starves_at = 0, 0.0, _NEVER, _NEVER
-        for request in running:
-            objective, due = request.objective, request.progress.due_at
-            lost_at = due + LATER_PATIENCE * objective.patience_s
-            if lost_at < now:
-                due = request.progress.last_at + STARVED_S
-                starves_at = min(starves_at, due)
-            else:
-                until = min(until, lost_at)
-                hopeful, stake_s = hopeful + 1, stake_s + objective.patience_s
-                pace_s = min(pace_s, objective.tbt_s)
-            due_at = min(due_at, due)
-        for request in waiting:
-            objective, due = request.objective, request.progress.due_at - self.costs.prefill(request.to_compute)
-            lost_at = due + objective.patience_s
-            if lost_at < now:
-                due = request.progress.last_at + STARVED_S
-                starves_at = min(starves_at, due)
-            else:
-                until = min(until, lost_at)
-                hopeful, stake_s = hopeful + 1, stake_s + objective.patience_s
-                pace_s = min(pace_s, objective.tbt_s)
-            due_at = min(due_at, due)
+    def _look(self, now: float, but: Set[str]) -> Dues:
+        """Of all tenants but these."""
+        dues = Dues(_NEVER)
+        for request in self.running.values():
+            if request.tenant not in but:
+                due = request.progress.due_at
+                dues.add(request, due, due + LATER_PATIENCE * request.objective.patience_s, now)
+        for request in self.waiting.values():
+            if request.tenant not in but:
+                due = request.progress.due_at - self.costs.prefill(request.to_compute)
+                dues.add(request, due, due + request.objective.patience_s, now)
         if self.wish is Wish.AWAKE:
-            due_at = min(due_at, self.used_at + WAKE_S)
-        self.hopeful, self.stake_s, self.pace_s, self.starves_at = hopeful, stake_s, pace_s, starves_at
-        return due_at, until
+            dues.at = min(dues.at, self.used_at + WAKE_S)
+        return dues
 
     def dues_changed(self) -> None:
-        self._due_until = -_NEVER
+        self.dues.until = -_NEVER
 
     # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

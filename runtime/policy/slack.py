@@ -68,7 +68,7 @@ class Slack:
             if model.phase is not _RESIDENT:
                 model.urgency -= model.load_s
                 if model.urgency < now and model.waiting and not model.running:  # late, however soon it comes in
-                    model.urgency = min(now + _behind_s(model), model.starves_at)
+                    model.urgency = min(now + _behind_s(model), model.dues.starves_at)
         self._spare_s = self._calm_s = _NEVER
         over = order and order[0].shares.over
         if not over:
@@ -196,7 +196,7 @@ def _give_up(order: Sequence[Model], now: float) -> None:
         return
     for model in sorted(order, key=_worth):
         if model.share:
-            model.urgency = max(model.urgency, min(now + _behind_s(model), model.starves_at))
+            model.urgency = max(model.urgency, min(now + _behind_s(model), model.dues.starves_at))
             taken -= model.share
             if taken <= 1.0:
                 return
@@ -208,14 +208,14 @@ def _behind_s(model: Model) -> float:
 
 def _share(model: Model) -> float:
     """Of the device's time, to keep those at their pace who are not lost."""
-    if not model.hopeful:
+    if not model.dues.hopeful:
         return 0.0
-    context = model.context * model.hopeful // (len(model.running) + len(model.waiting))
-    return model.costs.step(model.hopeful, context) / model.pace_s
+    context = model.context * model.dues.hopeful // (len(model.running) + len(model.waiting))
+    return model.costs.step(model.dues.hopeful, context) / model.dues.pace_s
 
 
 def _worth(model: Model) -> float:
-    return model.stake_s / model.share if model.share else _NEVER
+    return model.dues.stake_s / model.share if model.share else _NEVER
 
 
 def _guard_s(model: Model) -> float:

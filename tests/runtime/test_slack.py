@@ -74,7 +74,7 @@ def test_requests_that_are_lost_do_not_count_until_they_starve() -> None:
     device.ask("a", running=True, ttft_s=1.0, tbt_s=MORE)
     device.ask("b", running=True, ttft_s=2.0, tbt_s=MORE)
     device.ask("a", running=True, ttft_s=3.0, tbt_s=MORE)
-    assert (device.order()[0].key, device.models["b"].hopeful) == ("a", 2)
+    assert (device.order()[0].key, device.models["b"].dues.hopeful) == ("a", 2)
     for request in lost:
         request.progress.last_at = device.now - STARVED_S - 1
     for model in device.models.values():
