@@ -52,11 +52,11 @@ def _measure() -> None:
         events_per_s, times_real = _speed(gpus, models, 120.0)
         _print(f"{gpus} GPUs x {models} models", events_per_s=round(events_per_s), times_real_time=round(times_real, 1))
     _print("to reach with 256 GPUs x 2800 models", times_real_time="at least 10")
-    costs = {gpus: 1e6 / _speed(gpus, gpus * PER_GPU, 60.0)[0] for gpus in SIZES}
+    rounds = [{gpus: 1e6 / _speed(gpus, gpus * PER_GPU, 60.0)[0] for gpus in SIZES} for _ in range(REPEATS)]
     _print(
         "by GPUs",
-        event_us={str(gpus): round(cost, 1) for gpus, cost in costs.items()},
-        ratio_256_to_8=round(costs[256] / costs[8], 2),
+        event_us={str(gpus): spread([costs[gpus] for costs in rounds], 1) for gpus in SIZES},
+        ratio_256_to_8=spread([costs[256] / costs[8] for costs in rounds], 2),
         to_reach=f"at most {math.log2(256) / math.log2(8):.2f}, as the logarithm",
         load=load(),
     )
