@@ -50,7 +50,7 @@ class ModelCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.step_s + self.step_s_per_request * requests + self.step_s_per_token * context
 
     def prefill(self, tokens: int) -> float:
-        return self.prefill_s + (self.prefill_s_per_token + self.prefill_s_per_token2 * tokens) * tokens
+        return self.prefill_s + self.prefill_s_per_token * tokens + self.prefill_s_per_token2 * (tokens * tokens)
 
     def load(self, missing_bytes: int) -> float:
         """Until all weights are there, when so many bytes of them are not."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from runtime.costs import ModelCosts
 
 WEIGHT = 0.1  # of one more observation, when many were made
@@ -25,8 +27,9 @@ class Times:
     def step(self, requests: int, context: int) -> float:
         return self._step_s + self._per_request_s * requests + self._per_token_s * context
 
-    def prefill(self, tokens: int) -> float:
-        return self._prefill_s + (self._per_prompt_s + self._per_prompt2_s * tokens) * tokens
+    def prefill(self, tokens: int, squares: int = 0) -> float:
+        """A step with so many tokens of prompts. `squares`: of each prompt's length, added up; 0: they are of one."""
+        return self._prefill_s + self._per_prompt_s * tokens + self._per_prompt2_s * (squares or tokens * tokens)
 
 
 class Estimate:
@@ -57,10 +60,11 @@ class Estimate:
     def observe_step(self, requests: int, context: int, took_s: float) -> None:
         self._step.observe(self._times.step(requests, context), took_s)
 
-    def observe_prefill(self, tokens: int, requests: int, context: int, took_s: float) -> None:
-        """A step with `tokens` of prompts in it, and beside them `requests` that got a token, of so much context."""
+    def observe_prefill(self, prompts: Sequence[int], requests: int, context: int, took_s: float) -> None:
+        """A step with prompts of so many tokens in it; beside them `requests` of so much context got a token."""
         beside_s = self.step(requests, context) - self.step(0, 0)
-        self._prefill.observe(self._times.prefill(tokens), took_s - beside_s)
+        said_s = self._times.prefill(sum(prompts), sum([tokens * tokens for tokens in prompts]))
+        self._prefill.observe(said_s, took_s - beside_s)
 
     def observe_load(self, loaded_bytes: int, took_s: float) -> None:
         self._load.observe(self.costs.load(loaded_bytes), took_s)

@@ -413,9 +413,9 @@ class Instance:
         if not model.prompts:
             model.costs.observe_step(len(model.running), model.context, stepped.step_s)
         elif len(stepped.outputs) == len(model.running):  # all of their prompts were computed in this step
-            tokens = sum([request.to_compute for request in model.running.values()])
-            older = len(model.running) - model.prompts
-            model.costs.observe_prefill(tokens, older, model.context - tokens, stepped.step_s)
+            prompts = [request.to_compute for request in model.running.values() if not request.computed]
+            older = len(model.running) - len(prompts)
+            model.costs.observe_prefill(prompts, older, model.context - sum(prompts), stepped.step_s)
 
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

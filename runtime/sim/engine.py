@@ -112,13 +112,22 @@ class Engine:
             if room < tokens + older:
                 return 0, self.costs.step_s
             beside_s = times.step(older, self._context) - self.costs.step_s if older else 0.0
-            return 1, times.prefill(min(tokens, batched_tokens)) + beside_s
+            return 1, times.prefill(min(tokens, batched_tokens), self._squares(batched_tokens)) + beside_s
         if not count:
             return 0, self.costs.step_s
         steps = min(most, AHEAD, max(0, room) // count)
         for stream in self.streams.values():
             steps = min(steps, stream.left)
         return steps, times.step(count, self._context)
+
+    def _squares(self, batched_tokens: int) -> int:
+        """What the attention of the next step's prompts is in proportion to."""
+        squares = 0
+        for stream in self._prompts:
+            taken = min(stream.prompt, batched_tokens)
+            squares += taken * (taken + 2 * stream.context)
+            batched_tokens -= taken
+        return squares
 
     def run(self, steps: int, batched_tokens: int) -> list[Output]:
         """What these steps make."""

@@ -174,7 +174,7 @@ def test_whatever_is_observed_estimates_stay_finite_and_not_negative(
     estimate = Estimate(said)
     for tokens, requests, context, took_s in seen:
         estimate.observe_step(requests, context, took_s)
-        estimate.observe_prefill(tokens, requests, context, took_s)
+        estimate.observe_prefill([tokens], requests, context, took_s)
         estimate.observe_load(tokens, took_s)
         for s in (
             estimate.step(requests, context),
@@ -205,7 +205,7 @@ def test_an_estimate_converges_to_a_machine_some_times_slower(slower: float, wor
         decode_s = slower * said.step(requests, context)
         estimate.observe_step(requests, context, decode_s)
         beside_s = slower * (said.step(requests, context) - said.step(0, 0))
-        estimate.observe_prefill(tokens, requests, context, slower * said.prefill(tokens) + beside_s)
+        estimate.observe_prefill([tokens], requests, context, slower * said.prefill(tokens) + beside_s)
         estimate.observe_load(tokens * 10**5, slower * said.load(tokens * 10**5))
     assert estimate.step(7, 777) == pytest.approx(slower * said.step(7, 777), rel=0.01)
     assert estimate.load(10**8) == pytest.approx(slower * said.load(10**8), rel=0.01)
@@ -241,8 +241,19 @@ def test_a_prefill_is_told_apart_from_the_decodes_of_its_step() -> None:
     estimate = Estimate(said)
     beside_s = said.step(64, 10**6) - said.step(0, 0)
     for _ in range(100):
-        estimate.observe_prefill(16, 64, 10**6, said.prefill(16) + beside_s)
+        estimate.observe_prefill([16], 64, 10**6, said.prefill(16) + beside_s)
     assert estimate.prefill(16) == pytest.approx(said.prefill(16))
+
+
+def test_prompts_of_one_step_pay_attention_to_themselves_only() -> None:
+    said = msgspec.structs.replace(unknown(LLAMA), prefill_s_per_token=1e-4, prefill_s_per_token2=1e-7)
+    times, estimate = Times(said), Estimate(said)
+    attention_s = 8 * (said.prefill(500) - said.prefill_s - 500 * 1e-4)
+    took_s = said.prefill_s + 8 * 500 * 1e-4 + attention_s
+    assert times.prefill(8 * 500, 8 * 500**2) == pytest.approx(took_s) and said.prefill(8 * 500) > 2 * took_s
+    for _ in range(100):
+        estimate.observe_prefill([500] * 8, 0, 0, took_s)
+    assert estimate.prefill(500) == pytest.approx(said.prefill(500))
 
 
 def test_a_load_of_nothing_teaches_nothing() -> None:
