@@ -32,9 +32,10 @@ class Hosting:
             self._specs[key] = spec
 
     def places_changed(self, key: str, places: Places | None) -> None:
+        known = self._places.get(key)
         if places is None:
             self._places.pop(key, None)
-        else:
+        elif known is None or places.term >= known.term:
             self._places[key] = places
 
     def hosted(self, others: Iterable[str], now: float) -> dict[str, EngineSpec]:

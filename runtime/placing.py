@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from runtime.policy.kvpr import MOVED_AGAIN_S, Candidate, Room, demand, place
 from runtime.policy.placement import activate, changes, rounds
 from runtime.request import ModelKey
-from store.wire import EngineSpec, Lease, ModelState, Places, Residency
+from store.wire import EngineSpec, Lease, ModelState, Places, Residency, replace
 
 SETTLED_S = 2.5  # after the first lease: by then all who are there have said so
 PLAN_S = 10.0  # between two looks at whether models should change places
@@ -49,7 +49,8 @@ class Placing:
 
     def __init__(self) -> None:
         self._specs: dict[str, EngineSpec] = {}
-        self._places: dict[str, Places] = {}
+        self._places: dict[str, Places] = {}  # without their terms
+        self._terms: dict[str, int] = {}
         self._moved_at: dict[str, float] = {}
         self._runtimes: dict[str, Runtime] = {}
         self._first_at = math.inf
@@ -66,8 +67,10 @@ class Placing:
     def places_changed(self, key: str, places: Places | None) -> None:
         if places is None:
             self._places.pop(key, None)
-        else:
-            self._places[key] = places
+            self._terms.pop(key, None)
+        elif places.term >= self._terms.get(key, 0):
+            self._places[key] = replace(places, term=0)
+            self._terms[key] = places.term
 
     def hear(self, lease: Lease, now: float) -> None:
         self._first_at = min(self._first_at, now)
@@ -81,6 +84,11 @@ class Placing:
         self._runtimes.pop(runtime, None)
 
     # ── asked ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def places(self) -> dict[str, Places]:
+        """As they were told."""
+        return dict(self._places)
 
     def decide(self, now: float) -> dict[str, Places | None]:
         """What is to be written; None: to be deleted. Once that is done, `places_changed` is to be told."""

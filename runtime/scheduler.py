@@ -194,6 +194,7 @@ class Scheduler:
         self._fleet = Fleet(rules)
         self._term = 0  # 0: another one leads
         self._last = 0  # what was said when the lead was kept last
+        self._placed = 0  # the last term in which all places were said
         self.orders = 0
 
     @property
@@ -209,6 +210,7 @@ class Scheduler:
                 await self._lead()
                 if self.leads:
                     await self._place()
+                if self.leads:
                     await self._give_orders()
             except BusError as error:
                 self._term = 0
@@ -240,13 +242,30 @@ class Scheduler:
             self._fleet.heard(wire.decode(wire.Lease, value), time.monotonic())
 
     async def _place(self) -> None:
-        for key, places in self._fleet.placing.decide(time.monotonic()).items():
-            if places is None:
-                await self._bus.delete(wire.PLACES, key)
-            else:
-                log.info("scheduler.place", model=key, runtimes=places.runtimes, leaving=places.leaving)
-                await self._bus.put(wire.PLACES, key, places)
-            self._fleet.placing.places_changed(key, places)
+        """A new leader says all places again, of its term: from then on who led before, and does not know yet that it
+        does not any more, can't change them."""
+        placing, term = self._fleet.placing, self._term
+        said = {} if self._placed == term else placing.places
+        for key, places in (said | placing.decide(time.monotonic())).items():
+            if not await self._say(key, places and wire.replace(places, term=term)):
+                return
+        self._placed = term
+
+    async def _say(self, key: str, places: wire.Places | None) -> bool:
+        """False if somebody else said something meanwhile: a later leader, or nobody knows who."""
+        known, last = await self._bus.read(wire.PLACES, key, wire.Places)
+        if known is not None and known.term > self._term:
+            log.warning("scheduler.lead_lost", term=self._term)
+            self._term = 0
+            return False
+        if places is None:
+            await self._bus.delete(wire.PLACES, key, last)
+        else:
+            log.info("scheduler.place", model=key, runtimes=places.runtimes, leaving=places.leaving)
+            if await self._bus.swap(wire.PLACES, key, places, last) is None:
+                return False
+        self._fleet.placing.places_changed(key, places)
+        return True
 
     async def _give_orders(self) -> None:
         for runtime, order in self._fleet.tick(time.monotonic()):

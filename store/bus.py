@@ -252,9 +252,10 @@ class Bus:
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
             raise BusError(f"{bucket}/{key}: not stored: {error}") from error
 
-    async def delete(self, bucket: str, key: str) -> None:
+    async def delete(self, bucket: str, key: str, last: int | None = None) -> None:
+        """If `last` is still the key's revision; None: in any case. Raises BusError."""
         try:
-            await self._buckets[bucket].delete(key)
+            await self._buckets[bucket].delete(key, last)
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
             raise BusError(f"{bucket}/{key}: not deleted: {error}") from error
 

@@ -281,6 +281,7 @@ class Places(Message, frozen=True, kw_only=True, tag=True):
 
     runtimes: list[str]
     leaving: list[str] = []  # they host it until it could be loaded by all of `runtimes`
+    term: int = 0  # of the scheduler's lead: what an earlier one says of the same model is not heard
 
 
 class Leader(Message, frozen=True, kw_only=True, tag=True):

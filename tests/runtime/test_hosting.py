@@ -41,6 +41,14 @@ def test_who_is_told_hosts_it_and_who_leaves_it_still_does() -> None:
     assert hosts(made, "a", [name for name in NAMES if name != "r1"], 9.0) == ["r2"]
 
 
+def test_what_an_earlier_leader_says_is_not_heard() -> None:
+    made = fleet(NAMES, limited("a", 1))
+    for hosting in made.values():
+        hosting.places_changed("a", Places(runtimes=["r1"], term=7))
+        hosting.places_changed("a", Places(runtimes=["r2"], term=6))
+    assert hosts(made, "a", NAMES, 0.0) == ["r1"]
+
+
 def test_alone_it_hosts_at_once_what_nobody_was_told_to_host() -> None:
     assert hosts(fleet(["r1"], limited("a", 1)), "a", ["r1"], 0.0) == ["r1"]
 

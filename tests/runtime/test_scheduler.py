@@ -289,3 +289,34 @@ async def test_the_leader_places_models_and_says_how_many_runtimes_there_should_
         stop.set()
         await task
         await ended(report)
+
+
+async def test_who_led_before_and_does_not_know_that_it_does_not_changes_no_places(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "TICK_S", 0.1)
+    async with contextlib.AsyncExitStack() as stack:
+        bus, *theirs = [await stack.enter_async_context(Bus.connect(nats_server.url, f"b{n}")) for n in range(3)]
+        old, new = [Scheduler(each, Rules(), f"s{n}") for n, each in enumerate(theirs)]
+        heard: list[wire.Places] = []
+        await bus.watch(wire.PLACES, lambda _, value: heard.append(wire.decode(wire.Places, value)) if value else None)
+        report = asyncio.create_task(_report(bus, lease("r1")))
+        await bus.put(wire.MODELS, "m", wire.replace(spec("m"), replicas=1))
+        leading = asyncio.create_task(old.run(asyncio.Event()))
+        await soon(lambda: len(heard) == 1)
+        (said,) = heard
+        await ended(leading)  # it stands still, just before it would say something else
+        _, last = await bus.read(wire.PLACES, "m", wire.Places)
+        late = wire.Places(runtimes=["r9"], term=old._term)
+        assert said.term == old._term > 0
+
+        await bus.delete(wire.LEADER, scheduler_module.ROLE)  # its time is up
+        following = asyncio.create_task(new.run(asyncio.Event()))
+        await soon(lambda: len(heard) == 2)
+        assert heard[1] == wire.replace(said, term=new._term) and new._term > old._term
+        assert await theirs[0].swap(wire.PLACES, "m", late, last) is None
+        assert old.leads and not await old._say("m", late) and not old.leads
+        await soon(lambda: heard[-1] == late)  # who watches hears it all the same
+        assert new._fleet.placing.places["m"].runtimes == ["r1"]
+        assert await bus.read(wire.PLACES, "m", wire.Places) == (heard[1], last + 1)
+        await ended(following, report)
