@@ -54,7 +54,8 @@ class RuntimeSettings(BaseSettings):
     runtime_id: str = "r1"
     policy: str = "slack"
     role: Role = Role.BOTH  # until it is told another one
-    device_memory: ByteSize = ByteSize(512 << 20)  # the pool of pages for weights and KV cache
+    device_memory: ByteSize = ByteSize(512 << 20)  # the pool of pages for weights and KV cache, of each device
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1  # devices of this runtime, over which each model is split
     host_cache: ByteSize = ByteSize(_memory() // 2)  # the most that images of models and parked requests take
     host_cache_fd: int = -1  # the file that the runtimes of a node share for that; without one it is this runtime's own
     threads: int = _threads()  # compute threads of the device process, without a GPU

@@ -60,6 +60,7 @@ from runtime.events import (
     Told,
     Withdrawn,
 )
+from runtime.group import GroupBuild, Others
 from runtime.handover import Handover
 from runtime.instance import Instance
 from runtime.journal import Began as JournalBegan
@@ -529,14 +530,18 @@ def main() -> None:
     """`python -m runtime.device BEGAN`, started by the node with its pipe's end."""
     began = Began.of(sys.argv[1])
     observe.configure_logs("device")
+    others = Others(began) if began.tensor_parallel > 1 else None
     from runtime.engine.builder import Builder  # seconds: only this process pays
     from runtime.engine.selfcheck import self_check
 
     end = DeviceEnd(socket.socket(fileno=began.pipe_fd))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the node decides when this process ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    build = Builder(began.pool_bytes, began.host_bytes, began.host_fd)
-    self_check(build)
+    if others:
+        others.meet()
+    builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd)
+    self_check(builder)
+    build = GroupBuild(builder, others) if others else builder
     journal = None
     if began.journal:
         head = JournalBegan(began.policy, build.pages_total, build.page_bytes)

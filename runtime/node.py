@@ -423,6 +423,7 @@ class Node:
             stepping_fd=self._stepping_fd,
             journal=str(settings.journal / f"{self.id}.journal") if settings.journal else "",
             profile=str(settings.profile or ""),
+            tensor_parallel=settings.tensor_parallel,
         )
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "runtime.device", *began.arguments()),

@@ -32,6 +32,7 @@ class Began(msgspec.Struct, frozen=True):
     stepping_fd: int = -1  # see runtime/stepping.py
     journal: str = ""
     profile: str = ""  # of this machine's costs; without one they are guessed
+    tensor_parallel: int = 1  # devices that each model is split over: see runtime/group.py
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]

@@ -30,6 +30,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.sample import sampler
 from vllm.v1.sample.ops import logprobs
 
+from runtime.engine import ranks
 from runtime.engine.base import EngineError, Hold, Told
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.vllm import VllmEngine, first_line
@@ -107,12 +108,13 @@ class Builder:
 
     def build(self, spec: EngineSpec, told: Told = _nobody, **more: Any) -> VllmEngine:
         """`more` goes to vLLM's settings."""
-        key = ImageKey(_identity(spec), self.version, spec.dtype, 1, _architecture())
+        shard = f"{ranks.rank()}/{ranks.size()}"
+        key = ImageKey(_identity(spec), self.version, spec.dtype, shard, _architecture())
         files_bytes = _weight_file_bytes(spec)
         addresses = ADDRESSES_LEAST + ADDRESSES_PER_FILE_BYTE * files_bytes
         now = Building(self.device, addresses, lambda read_bytes: told(read_bytes, files_bytes))
         try:
-            image = self.images.find(key)
+            image = self._find(key)
             if image is not None and (engine := self._from_image(spec, now, key, image, more)) is not None:
                 return engine
             return self._from_files(spec, now, key, more)
@@ -120,6 +122,15 @@ class Builder:
             raise EngineError(first_line(error)) from error
         finally:
             gc.collect()
+
+    def _find(self, key: ImageKey) -> Image | None:
+        """If all ranks have theirs: to read files is for all of them together."""
+        image = self.images.find(key)
+        if ranks.all_say(lambda: image is not None):
+            return image
+        if image is not None:
+            image.release()
+        return None
 
     def _from_files(self, spec: EngineSpec, now: Building, key: ImageKey, more: dict[str, Any]) -> VllmEngine:
         """Read the weights as vLLM does, ask the model the golden question, keep an image of both."""
@@ -150,7 +161,7 @@ class Builder:
         except BaseException:
             image.release()
             raise
-        if engine.home.layout != meta.layout:
+        if not ranks.all_say(lambda: engine.home.layout == meta.layout):
             log.warning("engine.image_differs", model=spec.key, pieces=len(engine.home.layout))
             engine.close()
             image.release()
@@ -167,6 +178,8 @@ class Builder:
             disable_hybrid_kv_cache_manager=True,  # layers with a window keep all: one shape of KV cache for each model
             worker_cls="runtime.engine.worker.PooledWorker",
             scheduler_cls=MovingScheduler,
+            tensor_parallel_size=ranks.size(),
+            distributed_executor_backend="external_launcher" if ranks.size() > 1 else None,
             **more,
         )
         config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)

@@ -148,7 +148,7 @@ class MovingScheduler(PooledScheduler):
         have = len(going.staged)
         if blocks <= have:
             return True
-        if (host := self._slabs.take(blocks - have)) is None:
+        if (host := self._take(blocks - have)) is None:
             return False
         (device,) = self.kv_cache_manager.get_block_ids(going.request.request_id)
         going.transfers.append(self._transfer(device[have:blocks], host, Direction.TO_HOST, after))

@@ -22,6 +22,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from runtime.engine import ranks
 from runtime.engine.blocks import ElasticBlockPool
 from runtime.engine.transfer import Transfer
 from runtime.memory.images import Images
@@ -111,7 +112,7 @@ class PooledScheduler(Scheduler):
         """Out of vLLM's books but for its blocks. None: the host has no room, vLLM will compute it again."""
         assert not request.num_in_flight_tokens, f"{request.request_id} has tokens in flight"
         computed = request.num_computed_tokens
-        host = self._slabs.take(-(-computed // self.block_size))
+        host = self._take(-(-computed // self.block_size))
         if host is None:
             request.status = RequestStatus.RUNNING  # as `_preempt_request` expects
             self.recomputed += 1
@@ -119,6 +120,14 @@ class PooledScheduler(Scheduler):
             return None
         self._strike_off(request)
         return Away(request, computed, host)
+
+    def _take(self, blocks: int) -> list[int] | None:
+        """Room on the host, of every rank; None where there is not enough."""
+        host = self._slabs.take(blocks)
+        if ranks.all_say(lambda: host is not None):
+            return host
+        self._slabs.free(host or [])
+        return None
 
     def _strike_off(self, request: Request) -> None:
         """Nobody but us knows of it from here on."""
@@ -297,10 +306,12 @@ class PooledScheduler(Scheduler):
     # ── asked by vLLM ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        """Blocks of a request are not free for others, here or on the host, while a copy uses them."""
+        """Blocks of a request are not free for others, here or on the host, while a copy uses them.
+
+        One after the other: vLLM takes several in no order, and all ranks of a group must free blocks in the same."""
         if isinstance(request_ids, str):
             request_ids = [request_ids]
-        ids = set(self.requests if request_ids is None else request_ids)
+        ids = list(dict.fromkeys(self.requests if request_ids is None else request_ids))
         if self._leaving is not None and any(away.request.request_id in ids for away in self._leaving.requests):
             self.wait_all_out()
         for id in ids:
@@ -309,5 +320,8 @@ class PooledScheduler(Scheduler):
             away = self._arriving.pop(id, None) or self._parked.pop(id, None)
             if away is not None:
                 self._slabs.free(away.host)
-        self._behind -= ids
-        return super().finish_requests(ids, finished_status)
+        self._behind.difference_update(ids)
+        ended: list[Request] = []
+        for id in ids:
+            ended += super().finish_requests(id, finished_status)
+        return ended

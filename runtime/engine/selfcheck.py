@@ -19,13 +19,14 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from runtime.engine import ranks
 from runtime.engine.base import EngineError
 from runtime.engine.builder import Builder
 from runtime.engine.vllm import VllmEngine
 from runtime.request import RequestId
 from store.wire import EngineSpec
 
-WIDTH, HEADS, VOCABULARY, CONTEXT, TOKENS = 64, 2, 97, 64, 12
+HEADS_LEAST, HEAD_WIDTH, VOCABULARY, CONTEXT, TOKENS = 2, 32, 97, 64, 12
 PARKED_EVERY = 3  # steps
 MOVE_S = 10.0
 
@@ -36,7 +37,7 @@ def self_check(build: Builder) -> None:
         spec = _toy(Path(folder))
         engine = build.build(spec, skip_tokenizer_init=True)
     try:
-        if (stray := engine.stray_bytes()) or engine.home.used < spec.weight_bytes:
+        if (stray := engine.stray_bytes()) or engine.home.used < spec.weight_bytes // ranks.size():
             raise EngineError(
                 f"{build.version}: of {spec.weight_bytes} bytes of a toy's weights {engine.home.used} moved into the "
                 f"reservation, {stray} bytes are known to lie elsewhere"
@@ -86,14 +87,16 @@ def _until(done: Callable[[], bool]) -> None:
 
 def _toy(folder: Path) -> EngineSpec:
     """A Llama of one layer with random weights."""
+    heads = max(HEADS_LEAST, ranks.size())
+    width = heads * HEAD_WIDTH
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": WIDTH,
-        "intermediate_size": WIDTH,
+        "hidden_size": width,
+        "intermediate_size": width,
         "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": False,
@@ -102,13 +105,13 @@ def _toy(folder: Path) -> EngineSpec:
     }
     (folder / "config.json").write_text(json.dumps(config))
     noise = torch.Generator().manual_seed(0)
-    layer, square = "model.layers.0.", (WIDTH, WIDTH)
+    layer, square = "model.layers.0.", (width, width)
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, WIDTH),
-        "lm_head.weight": (VOCABULARY, WIDTH),
-        "model.norm.weight": (WIDTH,),
-        layer + "input_layernorm.weight": (WIDTH,),
-        layer + "post_attention_layernorm.weight": (WIDTH,),
+        "model.embed_tokens.weight": (VOCABULARY, width),
+        "lm_head.weight": (VOCABULARY, width),
+        "model.norm.weight": (width,),
+        layer + "input_layernorm.weight": (width,),
+        layer + "post_attention_layernorm.weight": (width,),
         **{f"{layer}self_attn.{name}_proj.weight": square for name in "qkvo"},
         **{f"{layer}mlp.{name}_proj.weight": square for name in ("gate", "up", "down")},
     }

@@ -7,6 +7,7 @@ from functools import partial
 
 import structlog
 
+from runtime.engine import ranks
 from runtime.memory.kv import KvRegion
 from runtime.memory.native import Cache, Direction, PoolError, Ticket
 
@@ -30,7 +31,7 @@ class Transfer:
     ) -> None:
         self._copy = partial(kv.copy, cache, device, host, direction)
         self._tries = 1
-        self._ended: PoolError | bool = False
+        self._ended: PoolError | bool = False  # on all ranks
         self.ticket = self._copy(after)
 
     def over(self) -> bool:
@@ -39,14 +40,23 @@ class Transfer:
             raise self._ended
         if not self._ended:
             try:
-                self._ended = self.ticket.done()
+                self._ended = ranks.all_say(self._over_here)
             except PoolError as error:
-                if self._tries == COPY_TRIES:
-                    self._ended = error
-                    raise
-                self._tries += 1
-                self.ticket = self._copy(None)
+                self._ended = error
+                if ranks.size() > 1:
+                    _wait(self.ticket)  # another rank's may have failed
+                raise
         return self._ended is True
+
+    def _over_here(self) -> bool:
+        try:
+            return self.ticket.done()
+        except PoolError:
+            if self._tries == COPY_TRIES:
+                raise
+            self._tries += 1
+            self.ticket = self._copy(None)
+            return False
 
     def went_well(self) -> bool:
         """Waits until it is over."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import cast
 
 import structlog
@@ -24,6 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
+from runtime.engine import ranks
 from runtime.engine.base import BadRequest, EngineError, Held, Output
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.worker import Home
@@ -195,7 +197,7 @@ class VllmEngine:
 
     def arrived(self) -> bool:
         try:
-            if not self.weights.arrived():
+            if not ranks.all_say(self.weights.arrived):
                 return False
         except PoolError as error:
             raise self._not_fetched(error) from error
@@ -205,6 +207,9 @@ class VllmEngine:
     def _not_fetched(self, error: PoolError) -> EngineError:
         """Requests that are on their way go back."""
         self._parked = True
+        if ranks.size() > 1:  # what is here of the weights may not be there
+            self.weights.leave()
+            self.weights.evict(self.weights.held_pages, self._written())
         self._scheduler.take_out(None)
         self._scheduler.wait_all_out()
         return EngineError(str(error))
@@ -213,6 +218,8 @@ class VllmEngine:
         self._parked = True
         self._scheduler.take_out(self._written())
         self.weights.leave()
+        held = self.weights.held_pages  # where a fetch was cut short, ranks have other parts
+        self.weights.evict(held - ranks.least(held), self._written())
 
     def parked(self) -> bool:
         if not self._scheduler.all_out():
@@ -262,7 +269,7 @@ class VllmEngine:
         image = self.weights.image
         assert image is not None
         self._activations += 1
-        if not image.sample(self._activations):
+        if not ranks.all_say(partial(image.sample, self._activations)):
             return self._quarantine("its image in the host cache has changed")
         said = self._say_alone()
         if said != self._golden:

@@ -29,6 +29,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from runtime.engine import ranks
 from runtime.engine.base import EngineError
 from runtime.engine.runner import PooledRunner
 from runtime.memory import native
@@ -74,6 +75,7 @@ class PooledWorker(Worker):
     """Named in the engine's settings; vLLM makes it."""
 
     def init_device(self) -> None:
+        self.distributed_init_method = ranks.vllm_meets() or self.distributed_init_method
         super().init_device()  # type: ignore[no-untyped-call]
         if current_platform.is_cpu():
             PooledRunner.take_over(self.model_runner)

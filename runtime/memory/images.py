@@ -99,11 +99,11 @@ class ImageKey:
     digest: str  # of the artefact
     engine: str
     dtype: str
-    tensor_parallel: int
+    shard: str  # which part of the weights it is, of how many
     architecture: str  # of the device
 
     def __str__(self) -> str:
-        parts = (self.digest, self.engine, self.dtype, str(self.tensor_parallel), self.architecture)
+        parts = (self.digest, self.engine, self.dtype, self.shard, self.architecture)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -241,6 +241,14 @@ def test_a_runtime_has_time_to_drain_and_memory_for_what_it_keeps(chart: Helm) -
     assert container["resources"]["limits"] == {"memory": "2348Mi"}
 
 
+def test_a_runtime_of_two_gpus_has_both_and_memory_for_two_processes(chart: Helm) -> None:
+    runtime = {"tensorParallel": 2, "hostCacheMiB": 200, "processMiB": 2048}
+    (template,) = (spec for component, spec in pods(chart.render({"runtime": runtime})) if component == "runtime")
+    (container,) = template["spec"]["containers"]
+    assert container["resources"]["limits"] == {"memory": "4296Mi", "nvidia.com/gpu": 2}
+    assert environment(container)["STACCATO_TENSOR_PARALLEL"] == "2"
+
+
 def test_runtimes_follow_the_schedulers_wish_within_its_band(rendered: dict[str, list[dict[str, Any]]]) -> None:
     objects = rendered["keda"]
     (scaled,) = of(objects, "ScaledObject")

@@ -39,7 +39,7 @@ ROOM = 16 * FOLIO_BYTES
 
 
 def key(name: str) -> ImageKey:
-    return ImageKey(digest=name, engine="vllm 0", dtype="float32", tensor_parallel=1, architecture="x86")
+    return ImageKey(digest=name, engine="vllm 0", dtype="float32", shard="0/1", architecture="x86")
 
 
 @pytest.fixture
@@ -95,10 +95,10 @@ def test_an_image_is_found_by_all_runtimes_with_what_its_maker_noted(images: Ima
         assert image.view.readonly and image.offset % FOLIO_BYTES == 0
 
 
-@pytest.mark.parametrize("field", ["digest", "engine", "dtype", "tensor_parallel", "architecture"])
+@pytest.mark.parametrize("field", ["digest", "engine", "dtype", "shard", "architecture"])
 def test_what_decides_the_bytes_decides_the_key(field: str) -> None:
-    values = {"digest": "d", "engine": "e", "dtype": "t", "tensor_parallel": 1, "architecture": "a"}
-    changed = values | {field: 2 if field == "tensor_parallel" else "other"}
+    values = {"digest": "d", "engine": "e", "dtype": "t", "shard": "0/2", "architecture": "a"}
+    changed = values | {field: "other"}
     assert str(ImageKey(**values)) == str(ImageKey(**values)) != str(ImageKey(**changed))  # type: ignore[arg-type]
 
 

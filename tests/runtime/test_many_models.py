@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,99 +12,18 @@ import pytest_asyncio
 
 from deploy.demo.random_weights import write_random
 from runtime import pipe
-from store.wire import Finish, Residency, Run
-from tests.conftest import ROOT
-from tests.runtime.engines import payload, spec
+from store.wire import Residency
+from tests.runtime.processes import DeviceProcess
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM, torch and transformers, not ours
 MIB = 1 << 20
 MODELS, POOL_BYTES, HOST_BYTES = 20, 64 * MIB, 1024 * MIB
 ARCHITECTURES = ("llama", "qwen3", "opt", "gemma")
-SOON_S = 120
 ASKED: list[dict[str, Any]] = [
     dict(prompt=[44, 301, 17], temperature=0, max_tokens=24),
     dict(prompt=[7, 8, 9] * 50, temperature=0, max_tokens=16),
     dict(prompt=[9, 10, 11], temperature=1.0, seed=7, max_tokens=24),
 ]
-
-
-class DeviceProcess:
-    """A device process; this process plays its node."""
-
-    @classmethod
-    async def start(cls, pool_bytes: int, host_bytes: int) -> DeviceProcess:
-        self = cls()
-        ours, theirs = pipe.pair()
-        with theirs:
-            arguments = pipe.Began(theirs.fileno(), "round-robin", pool_bytes, host_bytes).arguments()
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "runtime.device", *arguments, pass_fds=[theirs.fileno()], cwd=ROOT
-            )
-        self.end = await pipe.NodeEnd.open(ours)
-        self.state = pipe.State()
-        self.said: dict[int, list[int]] = {}
-        self.ended: dict[int, tuple[Finish, str]] = {}
-        self._streams = 0
-        self._news = asyncio.Condition()
-        self._reader = asyncio.create_task(self._read())
-        return self
-
-    async def _read(self) -> None:
-        async for message in self.end.messages():
-            async with self._news:
-                self._hear(message)
-                self._news.notify_all()
-
-    def _hear(self, message: pipe.ToNode) -> None:
-        match message:
-            case pipe.State():
-                self.state = message
-            case pipe.Made(deltas):
-                for delta in deltas["g"]:
-                    self.said[delta.stream] += delta.tokens
-                    if delta.finish is not None:
-                        self.ended[delta.stream] = (delta.finish, delta.error)
-
-    def ask(self, model: str, asked: dict[str, Any], salt: str = "") -> int:
-        self._streams += 1
-        self.said[self._streams] = []
-        sampling = {key: value for key, value in asked.items() if key != "prompt"}
-        run = Run(
-            gateway="g",
-            stream=self._streams,
-            model=model,
-            request="",
-            attempt=1,
-            prompt_tokens=len(asked["prompt"]),
-            max_tokens=asked["max_tokens"],
-            payload=payload(asked["prompt"], salt, **sampling, ignore_eos=True),
-            engine="",
-        )
-        self.end.send(pipe.Start(run))
-        return self._streams
-
-    async def until(self, done: Any) -> None:
-        async with asyncio.timeout(SOON_S), self._news:
-            await self._news.wait_for(done)
-
-    def all_loaded(self) -> bool:
-        return len(self.state.models) == MODELS and all(model.load_ms for model in self.state.models.values())
-
-    async def answer(self, stream: int) -> list[int]:
-        await self.until(lambda: stream in self.ended)
-        assert self.ended[stream] == (Finish.LENGTH, "")
-        return self.said[stream]
-
-    def rss_kib(self, kind: str) -> int:
-        """`RssAnon` or `RssShmem` of the process."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(next(line.split()[1] for line in status.splitlines() if line.startswith(kind)))
-
-    async def stop(self) -> None:
-        self.end.send(pipe.Quit())
-        await self.process.wait()
-        await self._reader
-        self.end.close()
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +48,7 @@ async def device() -> AsyncIterator[DeviceProcess]:
 async def test_twenty_models_on_a_quarter_of_their_memory_say_what_each_says_alone(
     device: DeviceProcess, models: dict[str, Path]
 ) -> None:
-    for key, path in models.items():
-        device.end.send(pipe.Place(spec(path, key=key)))
-    await device.until(device.all_loaded)
+    await device.load(models)
     page_bytes = device.state.page_bytes
 
     alone = {}

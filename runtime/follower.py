@@ -1,0 +1,90 @@
+"""A rank of a group but the first: a process with a device of its own, which does what the first one does."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from runtime.engine.base import Build, Engine
+from runtime.group import Call, Failed, Rank, digest, end, see_one_device
+from store import observe
+
+
+class Follower:
+    """Does what the first rank does."""
+
+    def __init__(self, build: Build, calls: Connection) -> None:
+        self._build, self._calls = build, calls
+        self._engines: dict[str, Engine] = {}
+        self._said: dict[str, int] = {}
+
+    def run(self) -> None:
+        """Until the first rank has ended."""
+        with suppress(EOFError):
+            while True:
+                call = self._calls.recv()
+                if not isinstance(call, Call):
+                    end("group.diverged", detail=f"the first rank failed with {call.kind}, this one did not")
+                self._follow(call)
+
+    def _follow(self, call: Call) -> None:
+        try:
+            self._do(call)
+        except Exception as error:
+            kind, theirs = type(error).__name__, self._calls.recv()
+            if theirs != Failed(kind):
+                end("group.diverged", model=call.model, error=kind, detail=f"{call.method}: {str(error)[:300]}")
+
+    def _do(self, call: Call) -> None:
+        model = call.model
+        if not call.method:
+            (spec,) = call.arguments
+            self._engines[model], self._said[model] = self._build(spec, _nobody), 0
+            return
+        if call.said != self._said[model]:
+            end("group.diverged", model=model, detail="this rank has made other tokens than the first one")
+        engine = self._engines.pop(model) if call.method == "close" else self._engines[model]
+        made = getattr(engine, call.method)(*call.arguments)
+        if call.method == "step":
+            self._said[model] = digest(call.said, made)
+
+
+def _nobody(read_bytes: int, files_bytes: int) -> None:
+    """Is told."""
+
+
+def _end_with(pid: int) -> None:
+    """With the first rank, also in the middle of a step that waits for it."""
+    select.select([os.pidfd_open(pid)], [], [])
+    os._exit(0)
+
+
+def main() -> None:
+    """`python -m runtime.follower RANK`, started by the first rank."""
+    began = msgspec.json.decode(sys.argv[1], type=Rank)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    observe.configure_logs("device")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank decides when this process ends
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    first = began.first
+    see_one_device(began.rank, first.tensor_parallel)
+    from runtime.engine import ranks
+    from runtime.engine.builder import Builder
+    from runtime.engine.selfcheck import self_check
+
+    ranks.join(began.rank, first.tensor_parallel, began.folder)
+    build = Builder(first.pool_bytes, first.host_bytes, first.host_fd)
+    self_check(build)
+    Follower(build, Connection(began.calls_fd)).run()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""A runtime's device process in tests, with vLLM and all: the test plays its node."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runtime import pipe
+from store.wire import Finish, Run
+from tests.conftest import ROOT
+from tests.runtime.engines import payload, spec
+
+SOON_S = 120
+
+
+class DeviceProcess:
+    """`state` and `said` are what it told last."""
+
+    @classmethod
+    async def start(cls, pool_bytes: int, host_bytes: int, tensor_parallel: int = 1) -> DeviceProcess:
+        self = cls()
+        ours, theirs = pipe.pair()
+        with theirs:
+            began = pipe.Began(theirs.fileno(), "round-robin", pool_bytes, host_bytes, tensor_parallel=tensor_parallel)
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "runtime.device", *began.arguments()), pass_fds=[theirs.fileno()], cwd=ROOT
+            )
+        self.end = await pipe.NodeEnd.open(ours)
+        self.state = pipe.State()
+        self.said: dict[int, list[int]] = {}
+        self.ended: dict[int, tuple[Finish, str]] = {}
+        self._streams = 0
+        self._news = asyncio.Condition()
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def _read(self) -> None:
+        async for message in self.end.messages():
+            async with self._news:
+                self._hear(message)
+                self._news.notify_all()
+
+    def _hear(self, message: pipe.ToNode) -> None:
+        match message:
+            case pipe.State():
+                self.state = message
+            case pipe.Made(deltas):
+                for delta in deltas["g"]:
+                    self.said[delta.stream] += delta.tokens
+                    if delta.finish is not None:
+                        self.ended[delta.stream] = (delta.finish, delta.error)
+
+    def ask(self, model: str, asked: dict[str, Any], salt: str = "") -> int:
+        self._streams += 1
+        self.said[self._streams] = []
+        sampling = {key: value for key, value in asked.items() if key != "prompt"}
+        run = Run(
+            gateway="g",
+            stream=self._streams,
+            model=model,
+            request="",
+            attempt=1,
+            prompt_tokens=len(asked["prompt"]),
+            max_tokens=asked["max_tokens"],
+            payload=payload(asked["prompt"], salt, **sampling, ignore_eos=True),
+            engine="",
+        )
+        self.end.send(pipe.Start(run))
+        return self._streams
+
+    async def until(self, done: Any) -> None:
+        async with asyncio.timeout(SOON_S), self._news:
+            await self._news.wait_for(done)
+
+    async def load(self, models: Mapping[str, Path]) -> None:
+        for key, path in models.items():
+            self.end.send(pipe.Place(spec(path, key=key)))
+        await self.until(lambda: all(key in self.state.models and self.state.models[key].load_ms for key in models))
+
+    async def answer(self, stream: int) -> list[int]:
+        await self.until(lambda: stream in self.ended)
+        assert self.ended[stream] == (Finish.LENGTH, "")
+        return self.said[stream]
+
+    def rss_kib(self, kind: str) -> int:
+        """`RssAnon` or `RssShmem` of the process."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(next(line.split()[1] for line in status.splitlines() if line.startswith(kind)))
+
+    async def stop(self) -> None:
+        self.end.send(pipe.Quit())
+        await self.process.wait()
+        await self._reader
+        self.end.close()
