@@ -130,6 +130,25 @@ async def test_every_policy_says_the_same_on_a_fleet(tmp_path_factory: pytest.Te
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_one_of_two_devices_that_dies_costs_no_stream(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Two runtimes, each with two devices, over which its models are split."""
+    settings = {"STACCATO_TENSOR_PARALLEL": "2"}
+    folder = tmp_path_factory.mktemp("split")
+    with Fleet.running(folder, 2, "--device-memory", "64MiB", runtimes=2, settings=settings) as fleet:
+        await fleet.ready(2)
+        assert [gpu["memory_bytes"] for gpu in await fleet.gpus()] == [128 << 20] * 2
+        undisturbed = await fleet.streams(EACH)
+        before = fleet.tokens
+        streams = asyncio.create_task(fleet.streams(EACH))
+        assert await fleet.past(before + 100, streams)
+        fleet.platform.children("runtime.follower")[0].kill()
+        assert await streams == undisturbed
+        await fleet.ready(2)
+        await fleet.booked(fleet.tokens)
+
+
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 async def test_a_frozen_device_or_runtime_costs_no_stream(fleet: Fleet) -> None:
     """SIGSTOP: a device whose step never ends, then a runtime that says nothing and wakes up again."""
