@@ -48,6 +48,13 @@ class ElasticBlockPool(BlockPool):
     def used_blocks(self) -> int:
         return self.num_gpu_blocks - 1 - self.get_num_free_blocks()
 
+    def pages_wanted(self, blocks: int) -> int:
+        """For so many blocks, the null block among them. Where mapped pages have gaps between them, there are fewer
+        blocks than pages for them: then more pages than there are."""
+        pages = self._kv.pages_for(blocks)
+        missing = blocks - self.num_gpu_blocks
+        return max(pages, len(self._kv.mapped) + self._kv.pages_for(missing)) if missing > 0 else pages
+
     @property
     def spare(self) -> int:
         """How many pages `spare_pages` would find."""

@@ -277,7 +277,8 @@ class PooledScheduler(Scheduler):
 
     def blocks_wanted(self) -> int:
         """With so many, the null block included, every request could make its next step."""
-        blocks = 1 + self.blocks.used_blocks + len(self.running)
+        inside = len(self.running) + len(self.kv_holding_waiting) + len(self._arriving)
+        blocks = 1 + self.blocks.used_blocks + inside
         blocks += sum(len(away.host) + 1 for away in self._parked.values())
         blocks += sum(-(-(request.num_tokens + 1) // self.block_size) for request in self.waiting)
         return min(blocks, len(self.blocks.blocks))

@@ -175,7 +175,7 @@ class VllmEngine:
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def held(self) -> Held:
-        wanted = self.kv.pages_for(max(1 + self._golden_blocks, self._scheduler.blocks_wanted()))
+        wanted = self._blocks.pages_wanted(max(1 + self._golden_blocks, self._scheduler.blocks_wanted()))
         return Held(self.weights.held_pages, len(self.kv.mapped), wanted, self._blocks.spare)
 
     def kv_fragmentation(self) -> float:

@@ -161,6 +161,6 @@ def tunings_of(policy: str, gpus: int) -> list[Tuning]:
     """What is searched: of Aegaeon how many devices prefill, and the longest quota. Others have no knobs."""
     if policy != "aegaeon":
         return [()]
-    prefill = sorted({max(1, round(of_eight * gpus / 8)) for of_eight in (1, 2, 3)} & set(range(1, gpus)))
+    prefill = sorted({max(1, round(of_eight * gpus / 8)) for of_eight in (1, 2, 3, 4)} & set(range(1, gpus)))
     quotas: list[Tuning] = [(), *((("quota", longest_s),) for longest_s in (0.5, 1.0, 2.0, 4.0))]
     return [(("prefill", devices), *quota) for devices in prefill for quota in quotas] or quotas

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from deploy.demo.random_weights import write_random
 from runtime.engine.base import EngineError
 from runtime.request import RequestId
 from store.views import Content
@@ -123,6 +124,33 @@ def test_a_sleeping_model_takes_requests_and_holds_no_page(build: Any, random_mo
     awake(engine, engine.held().kv_wanted)
     assert [token for _ in range(3) for output in engine.step() for token in output.tokens]
     assert not engine.busy()
+    engine.close()
+
+
+def test_who_lacks_a_block_between_its_pages_wants_more_of_them_than_it_has(build: Any, tmp_path: Path) -> None:
+    """With gaps there are fewer blocks than so many pages hold from the first on: steps that make nothing, for ever."""
+    engine = build(spec(write_random(tmp_path / "wide", "llama", hidden=256, layers=6, heads=4, kv_heads=4)))
+    block_bytes, page_bytes = engine.kv.block_bytes, engine.kv.page_bytes
+    assert 4 * block_bytes == 3 * page_bytes, "the gap below is made for that"
+    asked = payload([5, 6, 7] * 80, temperature=0, max_tokens=250, ignore_eos=True)
+    said: list[list[int]] = []
+    for gap in ([], [2]):
+        awake(engine, 5)
+        engine._give_back(gap)
+        said.append([])
+        engine.add(RequestId(f"with {len(gap)} gaps"), asked)
+        grown = 0
+        while engine.busy():
+            outputs = engine.step()
+            said[-1] += [token for output in outputs for token in output.tokens]
+            if not outputs:
+                held = engine.held()
+                assert held.kv_wanted > held.kv, f"nothing was made, and it wants no pages: {held}"
+                engine.grow(held.kv_wanted - held.kv)
+                grown += 1
+        assert grown == bool(gap)
+        asleep(engine)
+    assert said[0] == said[1] and len(said[0]) == 250
     engine.close()
 
 
