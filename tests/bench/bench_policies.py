@@ -4,10 +4,11 @@ Ten models of three sizes share a pool that holds two or three of them, and are 
 runtime's device process, with real engines (`served.py`), serves the same trace once under each policy; this process
 plays the node and the clients, and writes down when each token came. First the engines are profiled, and a minute of
 another trace is served to see what a profile does not have in it: what the device's loop takes between two steps, and
-how much slower steps are beside a node and clients. Then the simulator says what will happen, and the rate of the
-trace is set by that: the most that `slack` is said to bear. There a little less time makes a large difference. So the
-simulator is asked for steps 3 % shorter to 3 % longer, and what it says is the median; and another trace, which
-`slack` serves as well, is the densest of which it says the same for all of these.
+how much slower steps are beside a node and clients; again before each trace, for others share the machine. Then the
+simulator says what will happen, and the rate of the trace is set by that: the most that `slack` is said to bear. There
+a little less time makes a large difference. So the simulator is asked for steps 3 % shorter to 3 % longer, and what it
+says is the median; and another trace, which `slack` serves as well, is the densest of which it says the same for all of
+these.
 
 *Goodput*: requests per second whose first token and at least 95 % of whose tokens are on time.
 
@@ -375,6 +376,7 @@ async def bench(policies: Sequence[str], duration_s: float) -> dict[str, Answer]
         made: dict[str, Answer] = {}
         for name, work, served_by in (("sure", traces[1], ["slack"]), ("borne", traces[0], policies)):
             show({"trace": name, "models": MODELS, "requests": len(work.at_s), "s": duration_s, "cv": CV, "seed": SEED})
+            profile = as_seen(measured, await first_seen(node, measured, sizes))  # the machine is as fast as it is now
             made = await all_policies(node, (measured, profile), served_by, work, objective)
         return made
 
