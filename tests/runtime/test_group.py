@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import random
 import signal
@@ -16,9 +17,11 @@ import pytest_asyncio
 
 from deploy.demo.random_weights import write_random
 from runtime import follower, pipe
+from runtime.engine import ranks
 from runtime.engine.base import EngineError, Output
 from runtime.follower import Follower
 from runtime.group import Call, Failed, digest
+from runtime.memory.native import Code, PoolError
 from runtime.request import RequestId
 from store.wire import Residency
 from tests.runtime.engines import spec
@@ -144,6 +147,36 @@ async def test_where_one_rank_dies_all_end(group: DeviceProcess, models: dict[st
         await group.process.wait()
     await ended(others)
     assert len(group.said[stream]) < 400
+
+
+# ── what ranks agree upon ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _look(rank: int, folder: str, answers: Any) -> None:
+    ranks.join(rank, 2, folder)
+    said: list[Any] = [ranks.all_say(lambda: True), ranks.all_say(lambda: rank == 0), ranks.least(5 + rank)]
+    try:
+        ranks.all_say(lambda: rank == 0 or _fails())
+    except PoolError as error:
+        said.append(str(error))
+    answers.put((rank, said))
+
+
+def _fails() -> bool:
+    raise PoolError(Code.DRIVER, "no copy")
+
+
+def test_it_is_so_where_all_say_so_and_what_fails_for_one_fails_for_all(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    processes = [context.Process(target=_look, args=(rank, str(tmp_path), answers)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    said = dict(answers.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(timeout=60)
+    assert said[1] == [True, False, 5, "no copy"]
+    assert said[0][:3] == [True, False, 5] and "another rank" in said[0][3]
 
 
 # ── a rank that does otherwise, forced ────────────────────────────────────────────────────────────────────────────────
