@@ -9,12 +9,16 @@ import sys
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import msgspec
+import structlog
 
 from runtime.engine.base import Build, Engine
 from runtime.group import Call, Failed, Rank, digest, end, see_one_device
 from store import observe
+
+log = structlog.get_logger()
 
 
 class Follower:
@@ -31,7 +35,7 @@ class Follower:
             while True:
                 call = self._calls.recv()
                 if not isinstance(call, Call):
-                    end("group.diverged", detail=f"the first rank failed with {call.kind}, this one did not")
+                    _diverged("", f"the first rank failed with {call.kind}, this one did not")
                 self._follow(call)
 
     def _follow(self, call: Call) -> None:
@@ -40,7 +44,7 @@ class Follower:
         except Exception as error:
             kind, theirs = type(error).__name__, self._calls.recv()
             if theirs != Failed(kind):
-                end("group.diverged", model=call.model, error=kind, detail=f"{call.method}: {str(error)[:300]}")
+                _diverged(call.model, f"{call.method}: {kind}: {str(error)[:300]}")
 
     def _do(self, call: Call) -> None:
         model = call.model
@@ -49,11 +53,16 @@ class Follower:
             self._engines[model], self._said[model] = self._build(spec, _nobody), 0
             return
         if call.said != self._said[model]:
-            end("group.diverged", model=model, detail="this rank has made other tokens than the first one")
+            _diverged(model, "this rank has made other tokens than the first one")
         engine = self._engines.pop(model) if call.method == "close" else self._engines[model]
         made = getattr(engine, call.method)(*call.arguments)
         if call.method == "step":
             self._said[model] = digest(call.said, made)
+
+
+def _diverged(model: str, detail: str) -> NoReturn:
+    log.error("group.diverged", model=model, detail=detail)
+    end()
 
 
 def _nobody(read_bytes: int, files_bytes: int) -> None:

@@ -117,12 +117,14 @@ class Others:
             try:
                 calls.send(message)
             except OSError:
-                end("group.rank_gone")
+                log.error("group.rank_gone")
+                end()
 
     def _ends_with(self, process: subprocess.Popen[bytes]) -> None:
         process.wait()
         self.met()
-        end("group.rank_ended", pid=process.pid, returncode=process.returncode)
+        log.error("group.rank_ended", detail=f"process {process.pid} ended with {process.returncode}")
+        end()
 
 
 class GroupBuild:
@@ -190,7 +192,6 @@ def see_one_device(rank: int, size: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(max(1, int(os.environ.get("OMP_NUM_THREADS", size)) // size))
 
 
-def end(what: str, **known: Any) -> NoReturn:
+def end() -> NoReturn:
     """This rank can't go on with the others."""
-    log.error(what, **known)
     os._exit(1)

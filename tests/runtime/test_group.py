@@ -207,18 +207,18 @@ SAID = digest(0, [Output(RequestId("s"), [3, 4])])  # whoever asked for them
         (False, [Call("m", "step", ()), Call("m", "step", (), SAID)], None),
         (False, [Call("m", "step", ()), Call("m", "step", (), SAID + 1)], "this rank has made other tokens"),
         (True, [Call("m", "step", ()), Failed("EngineError")], None),
-        (True, [Call("m", "step", ()), Failed("KeyError")], "step: no"),
-        (True, [Call("m", "step", ()), Call("m", "step", ())], "step: no"),
+        (True, [Call("m", "step", ()), Failed("KeyError")], "step: EngineError: no"),
+        (True, [Call("m", "step", ()), Call("m", "step", ())], "step: EngineError: no"),
         (False, [Call("m", "step", ()), Failed("EngineError")], "the first rank failed with EngineError"),
     ],
 )
 def test_a_rank_ends_when_it_does_otherwise_than_the_first(
     monkeypatch: pytest.MonkeyPatch, fails: bool, told: list[Any], wrong: str | None
 ) -> None:
-    def end(what: str, detail: str, **known: Any) -> None:
+    def diverged(model: str, detail: str) -> None:
         raise Diverged(detail)
 
-    monkeypatch.setattr(follower, "end", end)
+    monkeypatch.setattr(follower, "_diverged", diverged)
     ours, theirs = Pipe()
     build: Callable[..., Any] = lambda spec, told: Scripted(fails)  # noqa: E731
     for message in (Call("m", "", (spec(Path("m")),)), *told):
