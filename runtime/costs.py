@@ -109,6 +109,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     page_bytes: Count
     batched_tokens: Count  # that one step may prefill
     host_bytes_per_s: Positive  # that all devices of a host together can read of its memory
+    block_tokens: Count = 1  # in a block of KV cache, of which a request has whole ones
     law: Law | None = None
     models: dict[str, ModelCosts] = {}
     fits: dict[str, Fit] = {}  # of each of `models`; of the law, under "law"

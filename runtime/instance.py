@@ -13,7 +13,7 @@ from typing import assert_never
 
 from runtime.account import Account
 from runtime.costs import ModelCosts
-from runtime.engine.base import Held
+from runtime.engine.base import AHEAD, Held
 from runtime.estimate import Estimate
 from runtime.events import (
     Add,
@@ -65,7 +65,6 @@ from store.wire import EngineSpec, Finish
 
 FETCH_TRIES = 3  # in a row
 LATE = 2.0  # times the steps of a turn may take what they should before others are looked at
-AHEAD = 64  # tokens of each request: who asks for pages asks for more than the next step needs, to ask less often
 EXPECTED_AHEAD = 4 * AHEAD  # of one that may come: it goes on while it is on its way
 _WITH_PAGES = (*WITH_ENGINE, Phase.CLOSING)
 _NEVER = float("inf")
@@ -508,6 +507,7 @@ class Instance:
         effects: list[Effect] = []
         needed, model.cramped = min(wanted, most), False
         if needed > held.kv:
+            # More than the next step needs, to ask less often.
             wanted = min(wanted + model.kv_pages(AHEAD * (len(model.running) + len(admitted))), most)
             yields = partial(self._turns.yields, needy=model, turn=self.turn, now=now)
             effects += self._move(grow(model, wanted - held.kv, order, self._idle(), self.pages, yields, now), now)

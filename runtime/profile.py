@@ -423,6 +423,7 @@ def profile(name: str, folders: Sequence[Path], settings: RuntimeSettings, say: 
         page_bytes=build.page_bytes,
         batched_tokens=batched,
         host_bytes_per_s=host_bytes_per_s(),
+        block_tokens=models[0].engine.kv_form.tokens,
         law=of_all,
         models={name: costs for name, (costs, _) in rows.items()},
         fits={"law": fit_of_all} | {name: fitted for name, (_, fitted) in rows.items()},

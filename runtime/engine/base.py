@@ -38,13 +38,16 @@ class Output(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
+AHEAD = 64  # tokens of each request for which pages are kept before they are needed
+
+
 class Held(msgspec.Struct, frozen=True):
     """What an engine has of the pool, in pages, and what it could use."""
 
     weights: int = 0  # mapped, or clean cache
     kv: int = 0  # mapped
     kv_wanted: int = 0  # that the requests it has, parked ones too, need for their next step; `kv` may be more or less
-    kv_spare: int = 0  # of `kv`, what holds nothing but prefixes of requests that ended
+    kv_spare: int = 0  # of `kv`, what holds nothing but prefixes of requests that ended, and is not needed soon
 
 
 class Engine(Protocol):

@@ -91,7 +91,7 @@ class MovingScheduler(PooledScheduler):
         else:
             assert not request.num_in_flight_tokens, f"{id} has tokens in flight"
             computed = request.num_computed_tokens
-            blocks = -(-computed // self.block_size)
+            blocks = self._blocks_of(computed)
             if not self._send(going, blocks, after):
                 raise EngineError(f"request {id} can't leave: the host cache has no room for its {blocks} blocks")
             self.running = [other for other in self.running if other is not request]
@@ -159,7 +159,7 @@ class MovingScheduler(PooledScheduler):
 
     def expect(self, request: Request, tokens: int, leave: int) -> bool:
         """Blocks for so many tokens, if there are `leave` more."""
-        blocks = -(-tokens // self.block_size)
+        blocks = self._blocks_of(tokens)
         if not self._room(blocks, leave) or not self.kv_cache_manager.allocate_slots(
             request, 0, num_external_computed_tokens=tokens, delay_cache_blocks=True
         ):
@@ -208,7 +208,7 @@ class MovingScheduler(PooledScheduler):
     def adopt(self, id: str, computed: int) -> None:
         """From here on it is a request that is on its way in."""
         coming = self._incoming[id]
-        if (blocks := -(-computed // self.block_size)) > coming.received:
+        if (blocks := self._blocks_of(computed)) > coming.received:
             raise EngineError(f"request {id} needs {blocks} blocks and {coming.received} were handed over")
         del self._incoming[id]
         self._arriving[id] = Away(coming.request, computed, [], coming.transfers)

@@ -112,7 +112,7 @@ class PooledScheduler(Scheduler):
         """Out of vLLM's books but for its blocks. None: the host has no room, vLLM will compute it again."""
         assert not request.num_in_flight_tokens, f"{request.request_id} has tokens in flight"
         computed = request.num_computed_tokens
-        host = self._take(-(-computed // self.block_size))
+        host = self._take(self._blocks_of(computed))
         if host is None:
             request.status = RequestStatus.RUNNING  # as `_preempt_request` expects
             self.recomputed += 1
@@ -199,8 +199,9 @@ class PooledScheduler(Scheduler):
         self._pause_state = PauseState.PAUSED_NEW if self._parked else PauseState.UNPAUSED
 
     def _place(self, away: Away) -> bool:
-        request, wanted = away.request, len(away.host) + 1  # its next token may need a block more
-        if wanted + len(self.running) > self.blocks.get_num_free_blocks() and self.running:
+        request = away.request
+        wanted = self._needs(request, away.computed) + sum([self._lacks(other) for other in self.running])
+        if wanted > self.blocks.get_num_free_blocks() and self.running:
             return False  # those that are in would be preempted for it at once
         request.num_computed_tokens = 0
         placed = self.kv_cache_manager.allocate_slots(
@@ -275,13 +276,29 @@ class PooledScheduler(Scheduler):
         """Requests that a step can take up."""
         return len(self.running) + len(self.kv_holding_waiting) + (0 if self._parked else len(self.waiting))
 
-    def blocks_wanted(self) -> int:
-        """With so many, the null block included, every request could make its next step."""
-        inside = len(self.running) + len(self.kv_holding_waiting) + len(self._arriving)
-        blocks = 1 + self.blocks.used_blocks + inside
-        blocks += sum(len(away.host) + 1 for away in self._parked.values())
-        blocks += sum(-(-(request.num_tokens + 1) // self.block_size) for request in self.waiting)
+    def blocks_wanted(self, ahead: int = 0) -> int:
+        """With so many, the null block included, every request could make its next step and `ahead` more tokens."""
+        blocks = 1 + self.blocks.used_blocks
+        blocks += sum([self._lacks(request, ahead) for request in self.running])
+        blocks += sum([self._lacks(request, ahead) for request in self.kv_holding_waiting])
+        for away in self._arriving.values():
+            blocks += max(0, self._needs(away.request, away.computed, ahead) - self._blocks_of(away.computed))
+        for away in self._parked.values():
+            blocks += self._needs(away.request, away.computed, ahead)
+        blocks += sum([self._blocks_of(request.num_tokens + ahead) for request in self.waiting])
         return min(blocks, len(self.blocks.blocks))
+
+    def _needs(self, request: Request, computed: int, ahead: int = 0) -> int:
+        """Blocks in all, for its next step."""
+        return self._blocks_of(min(request.num_tokens, computed + self.max_num_scheduled_tokens) + ahead)
+
+    def _lacks(self, request: Request, ahead: int = 0) -> int:
+        """Of these, for one that runs."""
+        computed = request.num_computed_tokens
+        return max(0, self._needs(request, computed, ahead) - self._blocks_of(computed))
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from runtime.engine import ranks
-from runtime.engine.base import BadRequest, EngineError, Held, Output
+from runtime.engine.base import AHEAD, BadRequest, EngineError, Held, Output
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.worker import Home
 from runtime.memory.images import Image, ImageKey, Images
@@ -175,8 +175,11 @@ class VllmEngine:
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def held(self) -> Held:
-        wanted = self._blocks.pages_wanted(max(1 + self._golden_blocks, self._scheduler.blocks_wanted()))
-        return Held(self.weights.held_pages, len(self.kv.mapped), wanted, self._blocks.spare)
+        wanted, golden = self._scheduler.blocks_wanted(), self._golden_blocks
+        wanted = self._blocks.pages_wanted(golden + wanted if self._parked else max(1 + golden, wanted))
+        ahead = self._blocks.pages_wanted(self._scheduler.blocks_wanted(AHEAD))
+        spare = min(self._blocks.spare, max(0, len(self.kv.mapped) - ahead))
+        return Held(self.weights.held_pages, len(self.kv.mapped), wanted, spare)
 
     def kv_fragmentation(self) -> float:
         return self._blocks.fragmentation

@@ -91,7 +91,7 @@ class Device:
     def _place(self, model: ModelKey) -> None:
         """Its engine stands ready on every device, as engines are built once; only its weights are away."""
         world = self.world
-        self.engines[model] = Engine(world.costs[model], world.profile.page_bytes)
+        self.engines[model] = Engine(world.costs[model], world.profile.page_bytes, world.profile.block_tokens)
         self.instance.hear(Placed(world.specs[model], prove=False), world.now)
 
     # ── the fleet's ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from runtime.costs import ModelCosts
-from runtime.engine.base import Held, Output
+from runtime.engine.base import AHEAD, Held, Output
 from runtime.estimate import Times
 from runtime.request import Request, RequestId
 from store.wire import Finish
 
-AHEAD = 64  # tokens of each request for which pages are asked before they are needed
 TOKENS: list[list[int]] = [[0] * count for count in range(AHEAD + 1)]  # stand for so many tokens
 
 _LENGTH = Finish.LENGTH  # looked up for every request
@@ -44,12 +43,16 @@ class Engine:
         "_context",
         "_page_bytes",
         "_token_bytes",
+        "_unused",
+        "_kept",
         "_wanted_bytes",
     )
 
-    def __init__(self, costs: ModelCosts, page_bytes: int) -> None:
+    def __init__(self, costs: ModelCosts, page_bytes: int, block_tokens: int = 1) -> None:
         self.costs, self._times = costs, Times(costs)
         self._page_bytes, self._token_bytes = page_bytes, costs.kv_bytes_per_token
+        self._unused = (block_tokens - 1) / 2  # of each request's last block, in the mean
+        self._kept = block_tokens if block_tokens > 1 else 0  # the block that vLLM gives nobody
         self.weights_pages = -(-costs.weight_bytes // page_bytes)
         self.weights = self.kv = 0
         self.here = False
@@ -67,14 +70,15 @@ class Engine:
         if self._aside:
             tokens += sum([stream.context + stream.prompt for stream in self._aside.values()])
             count += len(self._aside)
-        wanted = self._pages(tokens + count) or 1
-        spare = self.kv - (self._pages(tokens + AHEAD * count) or 1)
+        wanted = self._pages(tokens + count, count) or 1
+        spare = self.kv - (self._pages(tokens + AHEAD * count, count) or 1)
         self._wanted_bytes = wanted * self._page_bytes
         self.held = Held(self.weights, self.kv, wanted, spare if spare > 0 else 0)
         return self.held
 
-    def _pages(self, tokens: int) -> int:
-        return -(-int(tokens * self._token_bytes) // self._page_bytes)
+    def _pages(self, tokens: int, count: int) -> int:
+        """For so many tokens of so many requests."""
+        return -(-int((tokens + self._unused * count + self._kept) * self._token_bytes) // self._page_bytes)
 
     @property
     def kv_bytes(self) -> float:
@@ -159,21 +163,23 @@ class Engine:
 
     def _outgrown(self) -> bool:
         """Whether it wants more pages than it told."""
-        tokens = self._context + self._prompt_tokens + len(self.streams)
+        count = len(self.streams)
+        tokens = self._context + self._prompt_tokens + count + self._unused * count + self._kept
         return tokens * self._token_bytes >= self._wanted_bytes + 1
 
     def _room(self) -> int:
         """Tokens that can be added to those that have keys and values."""
-        return int(float(self.kv * self._page_bytes) // (self._token_bytes or 1.0)) - self._context
+        taken = self._context + self._unused * len(self.streams) + self._kept
+        return int(float(self.kv * self._page_bytes) // (self._token_bytes or 1.0) - taken)
 
     def _fit(self) -> None:
         """Who came last steps aside while there is no room for its next token, as vLLM and our scheduler have it."""
         everybody = [*self.streams.values(), *self._aside.values()]
         self._context = self._prompt_tokens = 0
-        left = self._room()
         self.streams, self._aside, self._prompts = {}, {}, []
+        left = float(self._room())
         for stream in everybody:
-            left -= stream.context + max(1, stream.prompt)
+            left -= stream.context + max(1, stream.prompt) + self._unused
             if self.streams and left < 0:
                 self._aside[stream.id] = stream
                 continue

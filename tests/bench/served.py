@@ -180,6 +180,7 @@ def profile_of(specs: Sequence[EngineSpec], models: Sequence[Any], build: Any, b
         page_bytes=build.page_bytes,
         batched_tokens=batched,
         host_bytes_per_s=1e10,  # one device does not share it
+        block_tokens=models[0].engine.kv_form.tokens,
         models=costs,
     )
 

@@ -154,6 +154,34 @@ def test_who_lacks_a_block_between_its_pages_wants_more_of_them_than_it_has(buil
     engine.close()
 
 
+def test_with_the_pages_that_it_wants_and_no_more_every_request_gets_its_token(build: Any, tmp_path: Path) -> None:
+    """In each step, just as well when all of them come back; and what is spare is not needed soon."""
+    engine = build(spec(write_random(tmp_path / "wide", "llama", hidden=256, layers=6, heads=4, kv_heads=4)))
+    size = engine._scheduler.block_size
+    contexts = {f"{n}": n for n in (5, size // 2, size - 1, size, size + 1, 2 * size - 3)}
+    for id, prompt in contexts.items():
+        asked = payload([prompt % 250 + 2] * prompt, temperature=0, max_tokens=size + 10, ignore_eos=True)
+        engine.add(RequestId(id), asked)
+    awake(engine, engine.held().kv_wanted)
+    for step in range(size + 10):
+        assert engine._scheduler.blocks_wanted() == 1 + sum(-(-context // size) for context in contexts.values())
+        if step % 50 == 49:
+            asleep(engine)
+            awake(engine, engine.held().kv_wanted)
+            until(lambda: engine.arrived() and not engine._scheduler.arriving)  # a step waits for the first alone
+        if not step % 70:
+            before = engine.held()
+            engine.shrink(before.kv_spare)
+            after = engine.held()
+            assert after.kv == before.kv - before.kv_spare and after.kv_wanted == before.kv_wanted
+        engine.grow(engine.held().kv_wanted - engine.held().kv)
+        outputs = engine.step()
+        assert {output.request for output in outputs} == set(contexts), f"step {step}"
+        contexts = {id: context + 1 for id, context in contexts.items()}
+    assert not engine.busy() and engine._scheduler.recomputed == 0
+    engine.close()
+
+
 def test_the_map_of_the_pool_says_whose_each_page_is(build: Any, random_models: dict[str, Path]) -> None:
     one, two = build(spec(random_models["llama"])), build(spec(random_models["qwen3"]))
 
