@@ -74,6 +74,7 @@ class Dues:
 
     until: float = -_NEVER  # this holds up to then
     at: float = _NEVER
+    running_at: float = _NEVER  # the same of those that run alone
     hopeful: int = 0  # requests that are not lost
     stake_s: float = 0.0  # their patience, all in all
     pace_s: float = _NEVER  # the shortest TBT of theirs
@@ -192,6 +193,7 @@ class Model:
             if request.tenant not in but:
                 due = request.progress.due_at
                 dues.add(request, due, due + LATER_PATIENCE * request.objective.patience_s, now)
+        dues.running_at = dues.at
         for request in self.waiting.values():
             if request.tenant not in but:
                 due = request.progress.due_at - self.costs.prefill(request.to_compute)

@@ -39,7 +39,7 @@ SHARE_S_LEAST = 0.05  # of a burst beside others, however near they are
 NEAR_S = 1.0  # who is nearer to being late than this goes before tenants that are over their share
 TURN_S = 1.0  # of theirs, at least, if somebody else is parked for it
 PROMPTS_S = 0.3  # of theirs, at once: the others have so much time, and the next of these does not wait for longer
-YIELD_S, YIELD_PER_TTFT = 4.0, 0.4  # who is parked for another has so much more slack, or time for both to move; and by
+YIELD_S, YIELD_PER_TTFT = 4.0, 0.6  # who is parked for another has so much more slack, or time for both to move; and by
 # as much who can't be in time is set back
 
 _urgency = attrgetter("urgency")
@@ -67,8 +67,9 @@ class Slack:
             model.urgency = model.next_due(now)
             if model.phase is not _RESIDENT:
                 model.urgency -= model.load_s
-                if model.urgency < now and model.waiting and not model.running:  # late, however soon it comes in
-                    model.urgency = min(now + _behind_s(model), model.dues.starves_at)
+                if model.urgency < now and model.waiting:  # their first tokens will be late however soon it comes in
+                    dues = model.dues
+                    model.urgency = min(now + _behind_s(model), dues.running_at - model.load_s, dues.starves_at)
         self._spare_s = self._calm_s = _NEVER
         over = order and order[0].shares.over
         if not over:

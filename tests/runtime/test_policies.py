@@ -68,6 +68,7 @@ class Device:
         else:
             model.waiting[id] = asked
             self.turns.arrived(asked, self.now)
+        model.dues_changed()
         return asked
 
     def order(self) -> list[Model]:

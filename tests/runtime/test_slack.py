@@ -60,6 +60,19 @@ def test_who_comes_in_too_late_for_its_first_token_lets_others_come_in_before_un
     assert order(device) == "ab"
 
 
+def test_a_first_token_that_will_be_late_does_not_hurry_what_runs_beside_it() -> None:
+    device = Device(Slack(), away="ab")
+    for model in device.models.values():
+        model.load_s = LOAD_S
+    device.ask("a", running=True, ttft_s=5 * LOAD_S)
+    device.ask("b", ttft_s=2 * LOAD_S)
+    assert order(device) == "ba"
+    device.ask("a", ttft_s=LOAD_S / 2)
+    assert order(device) == "ba"
+    device.ask("a", running=True, ttft_s=1.5 * LOAD_S)
+    assert order(device) == "ab"
+
+
 def test_requests_that_are_lost_do_not_count_until_they_starve() -> None:
     device = started("abbb", MORE)
     lost = list(device.models["b"].running.values())[:2]
