@@ -51,8 +51,8 @@ class Engine:
     def __init__(self, costs: ModelCosts, page_bytes: int, block_tokens: int = 1) -> None:
         self.costs, self._times = costs, Times(costs)
         self._page_bytes, self._token_bytes = page_bytes, costs.kv_bytes_per_token
-        self._unused = (block_tokens - 1) / 2  # of each request's last block, in the mean
-        self._kept = block_tokens if block_tokens > 1 else 0  # the block that vLLM gives nobody
+        self._unused = (block_tokens - 1) // 2  # tokens of each request's last block, in the mean
+        self._kept = block_tokens if block_tokens > 1 else 0  # of the block that vLLM gives nobody
         self.weights_pages = -(-costs.weight_bytes // page_bytes)
         self.weights = self.kv = 0
         self.here = False
@@ -170,14 +170,14 @@ class Engine:
     def _room(self) -> int:
         """Tokens that can be added to those that have keys and values."""
         taken = self._context + self._unused * len(self.streams) + self._kept
-        return int(float(self.kv * self._page_bytes) // (self._token_bytes or 1.0) - taken)
+        return int(float(self.kv * self._page_bytes) // (self._token_bytes or 1.0)) - taken
 
     def _fit(self) -> None:
         """Who came last steps aside while there is no room for its next token, as vLLM and our scheduler have it."""
         everybody = [*self.streams.values(), *self._aside.values()]
         self._context = self._prompt_tokens = 0
         self.streams, self._aside, self._prompts = {}, {}, []
-        left = float(self._room())
+        left = self._room()
         for stream in everybody:
             left -= stream.context + max(1, stream.prompt) + self._unused
             if self.streams and left < 0:

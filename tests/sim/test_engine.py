@@ -5,7 +5,10 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from runtime.costs import ModelCosts
 from runtime.policy.dispatch import InTurns
 from runtime.policy.slack import Slack
 from runtime.request import ModelKey, Objective, Request, request_id
@@ -32,6 +35,20 @@ def test_without_blocks_it_wants_what_the_next_tokens_take() -> None:
     assert engine([63, 128], 1).tell().kv_wanted == 4
 
 
+@given(
+    contexts=st.lists(st.integers(1, 3000), min_size=1, max_size=12),
+    block_tokens=st.sampled_from([1, 16, 32, 127, 128]),
+    token_bytes=st.integers(1, 3 * PAGE),
+)
+def test_with_the_pages_that_it_wants_it_makes_a_step(
+    contexts: list[int], block_tokens: int, token_bytes: int
+) -> None:
+    costs = msgspec.structs.replace(COSTS, kv_bytes_per_token=token_bytes / 7)
+    built = engine(contexts, block_tokens, costs)
+    built.kv = built.tell().kv_wanted
+    assert built.plan(8, 2048)[0] >= 1 and len(built.streams) == len(contexts)
+
+
 def test_in_blocks_all_requests_end_where_memory_is_short() -> None:
     world = World(
         drawn_work(1, 60, 20.0, models=2),
@@ -47,9 +64,9 @@ def test_in_blocks_all_requests_end_where_memory_is_short() -> None:
     assert all(request.sent == request.max_tokens for request in world.requests) and not world.open
 
 
-def engine(contexts: list[int], block_tokens: int) -> Engine:
+def engine(contexts: list[int], block_tokens: int, costs: ModelCosts = COSTS) -> Engine:
     """With requests that have computed so many tokens."""
-    built = Engine(COSTS, PAGE, block_tokens)
+    built = Engine(costs, PAGE, block_tokens)
     for number, context in enumerate(contexts):
         request = Request(
             id=request_id("g", number),
