@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from pydantic import ByteSize, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from runtime import nixl
 from runtime.costs import load_profile
 from runtime.policy.by_name import POLICIES
 from store.wire import Role
@@ -63,6 +64,9 @@ class RuntimeSettings(BaseSettings):
     profile: Path | None = None  # of this machine's costs (`staccato profile`); without one they are guessed at first
     drain_s: float = 30.0  # after SIGTERM streams may end for so long, then other runtimes go on with them
     hang_s: float = 60.0  # a step that takes longer has hung: the device process is ended
+    transport: Literal["tcp", "nixl"] = (
+        "tcp"  # by which blocks come from other hosts, and go to those that say the same
+    )
     transport_bind: str = "127.0.0.1"  # address of this host on which blocks from other hosts are received
     transport_port: int = 0  # any
     transport_advertise: str = ""  # what other hosts reach that address by; empty: by itself
@@ -86,6 +90,8 @@ class RuntimeSettings(BaseSettings):
                 raise ValueError(
                     f"STACCATO_PROFILE={self.profile}: {error.strerror}: `staccato profile` writes one"
                 ) from error
+        if self.transport == "nixl" and not nixl.installed():
+            raise ValueError(f"STACCATO_TRANSPORT=nixl, and NIXL is not installed: {nixl.INSTALL}, or use tcp")
         if not self.transport_advertise and self.transport_bind in ("0.0.0.0", "::"):
             raise ValueError(
                 f"STACCATO_TRANSPORT_BIND={self.transport_bind} is no address to be reached by: say with "

@@ -31,7 +31,7 @@ import structlog
 
 from runtime import pipe
 from runtime.memory.hostblocks import HostBlocks
-from runtime.transport import Arrival, Door, NotCarried, Path, Shared, Tcp
+from runtime.transport import Arrival, Door, Nixl, NotCarried, Path, Shared, Tcp
 from store import wire
 from store.bus import Bus, BusError
 from store.wire import Refusal
@@ -193,6 +193,8 @@ class Migrations:
             return Shared()
         if not lease.receives_at:
             raise NotMoved(f"runtime {target} is on another host, and receives nothing from others")
+        if lease.reads and self._host.door.agents is not None:
+            return Nixl(self._host.blocks, lease.receives_at, form.bytes, self._host.door.agents)
         return Tcp(self._host.blocks, lease.receives_at, form.bytes)
 
     async def _offer(self, move: str, stream: Stream, target: str, form: wire.KvForm, path: Path) -> None:

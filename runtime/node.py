@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import structlog
 import uvloop
 
-from runtime import pipe
+from runtime import nixl, pipe
 from runtime.config import RuntimeSettings
 from runtime.hosting import Hosting
 from runtime.memory.hostblocks import HostBlocks
@@ -87,7 +87,7 @@ class Node:
             os.ftruncate(self._host_cache, settings.host_cache)
         self.host_cache_id = name_of(self._host_cache)
         self.blocks = HostBlocks(self._host_cache)
-        self.door = Door(self.blocks)
+        self.door = Door(self.blocks, nixl.Agents() if settings.transport == "nixl" else None)
         self._migrations = Migrations(bus, self)
         self._peers = Peers(self.id, self.host_cache_id)
         self._views = Views(self.id, self.device)
@@ -534,6 +534,7 @@ class Node:
             role=self._role,
             host_cache=self.host_cache_id,
             receives_at=self.door.address,
+            reads=self.door.agents is not None,
             holder=self._state.holder,
             switches=self._state.switches,
             moved=self._migrations.moved,

@@ -10,6 +10,11 @@ blocks are sent, from the memory of one cache into the memory of the other:
       parcels: bytes, CRC-32 ──────────────▶
                 ◀────────────────── Again ──  parcels that came damaged; none: all are there
 
+With NIXL (runtime/nixl.py) on both sides the source says what it lends instead, and the target reads it:
+
+      agent, addresses, sums ──────────────▶  reads, and again what came damaged
+                ◀────────────────── Again ──  none: all are there
+
 A connection serves one move. Whatever goes wrong ends it, the request stays with the source, and the target frees what
 it received when it forgets the offer. Bytes are sent, received and summed on threads: tokens must not wait for them.
 
@@ -37,6 +42,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from runtime import nixl
 from runtime.memory.hostblocks import CARRYING, HostBlocks, HostBlocksError
 from store.wire import KvForm
 
@@ -50,12 +56,13 @@ CONNECT_S = 2.0
 HELLO_S = 2.0
 ROOM_S = 15.0  # to get memory on the host, in the worst case
 PARCEL_S = 5.0  # for each, and for what the target says of them in the end
+LENT_BYTES = 4096  # at most, of what is said of each block that is lent, and of the agent
 STRANGERS_MOST = 32  # connections that have not said their key; more are closed at once
 BACKLOG = 64
 ACCEPT_PAUSE_S = 0.1  # when the machine refuses a connection, for want of descriptors
 
 _HELLO = struct.Struct(f"<8s{KEY_BYTES}s")
-_MAGIC = b"stackv 1"
+_MAGIC, _LENDS = b"stackv 1", b"stackl 1"  # who sends, and who lends
 _BATCH = struct.Struct("<II")  # index of the first block, how many
 _SUM = struct.Struct("<I")  # CRC-32
 _LENGTH = struct.Struct("<I")
@@ -76,6 +83,10 @@ class No(msgspec.Struct, frozen=True, tag=True):
 Answer = Room | Again | No
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Answer)
+_lent_decoder = msgspec.msgpack.Decoder(nixl.Lent)
+
+
+Job = Callable[[socket.socket, list[list[memoryview]]], None]  # what a source does with parcels on a thread
 
 
 class NotCarried(Exception):
@@ -109,6 +120,8 @@ class Shared:
 
 class Tcp:
     """To the node at `address`, connected when there is something to carry."""
+
+    _magic = _MAGIC
 
     def __init__(self, blocks: HostBlocks, address: str, block_bytes: int) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
@@ -144,13 +157,16 @@ class Tcp:
             room = await self._answer(len(blocks))
         if not isinstance(room, Room) or len(room.host) != len(blocks):
             raise NotCarried(f"{self._address} says nothing of where {len(blocks)} blocks may be")
-        parcels = _parcels(blocks, self._block_bytes)
+        await self._deliver(_parcels(blocks, self._block_bytes))
+        return room.host
+
+    async def _deliver(self, parcels: list[list[int]]) -> None:
         wanted = list(range(len(parcels)))
         for _ in range(TRIES):
             await self._send([parcels[number] for number in wanted])
             wanted = await self._damaged(len(parcels))
             if not wanted:
-                return room.host
+                return
         raise NotCarried(f"{self._address} wants {len(wanted)} parcels more than {TRIES} times")
 
     async def _connected(self) -> socket.socket:
@@ -163,16 +179,20 @@ class Tcp:
                 connection.setblocking(False)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await loop.sock_connect(connection, at)
-                await loop.sock_sendall(connection, _HELLO.pack(_MAGIC, self.key))
+                await loop.sock_sendall(connection, _HELLO.pack(self._magic, self.key))
             except BaseException:
                 connection.close()
                 raise
         return connection
 
     async def _send(self, parcels: list[list[int]]) -> None:
+        await self._apart(_send_parcels, parcels)
+
+    async def _apart(self, job: Job, parcels: list[list[int]]) -> None:
+        """On a thread."""
         assert self._connection is not None
         views = [await self._blocks.views(blocks, self._block_bytes) for blocks in parcels]
-        self._sending = self._blocks.sending(partial(_send_parcels, self._connection, views))
+        self._sending = self._blocks.sending(partial(job, self._connection, views))
         await asyncio.wrap_future(self._sending)
 
     async def _damaged(self, parcels: int) -> list[int]:
@@ -194,6 +214,34 @@ class Tcp:
         return answer
 
 
+class Nixl(Tcp):
+    """The same, but that the target reads the blocks."""
+
+    _magic = _LENDS
+
+    def __init__(self, blocks: HostBlocks, address: str, block_bytes: int, agents: nixl.Agents) -> None:
+        super().__init__(blocks, address, block_bytes)
+        self._agents = agents
+
+    async def _deliver(self, parcels: list[list[int]]) -> None:
+        await self._apart(self._lend, parcels)
+        if await self._damaged(len(parcels)):
+            raise NotCarried(f"{self._address} wants parcels that it can read again itself")
+
+    def _lend(self, connection: socket.socket, parcels: list[list[memoryview]]) -> None:
+        """Until there is an answer. Raises OSError."""
+        with self._agents.one() as agent, nixl.lent(agent, parcels) as lent:
+            data, deadline = _encoder.encode(lent), time.monotonic() + PARCEL_S * (1 + len(parcels))
+            _send(connection, memoryview(_LENGTH.pack(len(data)) + data), deadline)
+            answered = select.poll()
+            answered.register(connection, select.POLLIN)
+            while not answered.poll(0):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{len(parcels)} parcels take longer than {PARCEL_S:g} s each")
+                nixl.go_on(agent)
+                time.sleep(nixl.POLL_S)
+
+
 @dataclass(slots=True, eq=False)
 class Arrival:
     """What is received of one move."""
@@ -204,6 +252,7 @@ class Arrival:
     heard_at: float  # monotonic
     host: list[int] = field(default_factory=list)  # where its blocks are, by index
     connection: socket.socket | None = None
+    lent: bool = False  # it is to be read, not received
     over: bool = False  # nothing more is received
 
     def heard(self) -> None:
@@ -215,10 +264,11 @@ class Arrival:
 
 
 class Door:
-    """Where a node receives blocks from other hosts, those of the moves it was told to expect."""
+    """Where a node receives blocks from other hosts, those of the moves it was told to expect; with `agents` it reads
+    them, if they are lent."""
 
-    def __init__(self, blocks: HostBlocks) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: HostBlocks, agents: nixl.Agents | None = None) -> None:
+        self._blocks, self.agents = blocks, agents
         self._expected: dict[bytes, Arrival] = {}
         self._strangers = 0
         self._slots = asyncio.Semaphore(CARRYING)  # a thread for each batch that is told to come
@@ -242,6 +292,8 @@ class Door:
         host = advertise or bind
         self.address = f"[{host}]:{listener.getsockname()[1]}" if ":" in host else f"{host}:{listener.getsockname()[1]}"
         self._accepting = asyncio.create_task(self._accept(listener))
+        if self.agents is not None:
+            self._blocks.receiving(self.agents.warm)
 
     async def close(self) -> None:
         """Nothing is received any more; what was stays until it is freed."""
@@ -324,7 +376,11 @@ class Door:
         finally:
             self._strangers -= 1
         arrival = self._expected.get(key)
-        return arrival if magic == _MAGIC and arrival is not None and arrival.connection is None else None
+        known = magic == _MAGIC or (magic == _LENDS and self.agents is not None)
+        if not known or arrival is None or arrival.connection is not None:
+            return None
+        arrival.lent = magic == _LENDS
+        return arrival
 
     async def _batch(self, arrival: Arrival, connection: socket.socket) -> bool:
         """Receive the next; False when there is none, or it is refused."""
@@ -364,16 +420,37 @@ class Door:
         await _say(connection, Room(host))
         parcels = _parcels(host, arrival.form.bytes)
         wanted = list(range(len(parcels)))
+        reader = await self._reader(arrival, connection, parcels) if arrival.lent else None
         for tries in range(1, TRIES + 1):
             views = [await self._blocks.views(parcels[number], arrival.form.bytes) for number in wanted]
-            receiving = self._blocks.receiving(partial(_receive_parcels, connection, views, arrival.heard))
+            if reader is None:
+                job = partial(_receive_parcels, connection, views, arrival.heard)
+            else:
+                job = partial(reader.read, wanted, views, arrival.heard)
+            receiving = self._blocks.receiving(job)
             wanted = [wanted[place] for place in await asyncio.wrap_future(receiving)]
             if not wanted:
                 return 0
             log.warning("transport.damaged", parcels=len(wanted), of=len(parcels), tries=tries)
-            if tries < TRIES:
+            if tries < TRIES and reader is None:
                 await _say(connection, Again(wanted))
         return len(wanted)
+
+    async def _reader(self, arrival: Arrival, connection: socket.socket, parcels: list[list[int]]) -> nixl.Reader:
+        """Of what the source says next that it lends. Raises OSError, EOFError."""
+        assert self.agents is not None
+        async with asyncio.timeout(PARCEL_S * (1 + len(parcels))):  # the source sums all of it first
+            (length,) = _LENGTH.unpack(await _exactly(connection, _LENGTH.size))
+            if length > LENT_BYTES * (1 + len(arrival.host) + sum(map(len, parcels))):
+                raise OSError(f"{len(parcels)} parcels are lent in {length} bytes")
+            data = await _exactly(connection, length)
+        try:
+            lent = _lent_decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise OSError(f"what is lent is not to be understood: {error}") from error
+        if len(lent.runs) != len(parcels) or len(lent.sums) != len(parcels):
+            raise OSError(f"{len(lent.runs)} parcels are lent, with {len(lent.sums)} sums, of {len(parcels)}")
+        return nixl.Reader(self.agents, lent, lambda: arrival.over, PARCEL_S)
 
 
 # ── bytes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

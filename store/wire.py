@@ -473,6 +473,7 @@ class Lease(Message, frozen=True, kw_only=True, tag=True):
     role: Role = Role.BOTH
     host_cache: str = ""  # names the one it has: runtimes with the same one share it
     receives_at: str = ""  # host:port to which the others send blocks of requests that move here; empty: nowhere
+    reads: bool = False  # it would rather read them out of the others' memory, by NIXL
     holder: str = ""  # key of the model whose turn it is; empty when the device is idle
     switches: int = 0
     moved: int = 0  # running requests that went on at other runtimes

@@ -1,10 +1,11 @@
-"""How fast do blocks travel from one host's cache to another's over TCP? Beside a bare socket, and a shared cache.
+"""How fast do blocks travel from one host's cache to another's over TCP? Beside a bare socket, NIXL and a shared cache.
 
 Two processes, as two nodes are, each with a host cache of its own, over loopback. Each round sends the same blocks in
 turns: by runtime/transport.py (`tcp`: connection, key, room, checksums, answers), by one `sendall` into `recv_into` of
-as many bytes, from and to the memory of the same caches (`bare`, the roof), and within a host (`shared`, where numbers
-are passed on). `late` is the longest that anything else on the target's loop had to wait meanwhile, beside the same
-without a transfer.
+as many bytes, from and to the memory of the same caches (`bare`, the roof), within a host (`shared`, where numbers
+are passed on), and read by the target where NIXL is installed (`nixl`; on one machine UCX copies from process to
+process, so what it takes besides is the summing, on both sides). `late` is the longest that anything else on the
+target's loop had to wait meanwhile, beside the same without a transfer.
 
 `python tests/bench/bench_transport.py`
 """
@@ -25,10 +26,11 @@ sys.path.insert(0, str(ROOT))
 
 import uvloop  # noqa: E402
 
+from runtime import nixl  # noqa: E402
 from runtime.memory.hostblocks import HostBlocks  # noqa: E402
 from runtime.memory.images import Images  # noqa: E402
 from runtime.memory.slabs import Slabs  # noqa: E402
-from runtime.transport import PIECE_BYTES, Arrival, Door, Shared, Tcp  # noqa: E402
+from runtime.transport import PIECE_BYTES, Arrival, Door, Nixl, Shared, Tcp  # noqa: E402
 from store.wire import KvForm  # noqa: E402
 from tests.bench.timing import gb_s, load, milliseconds, ratios  # noqa: E402
 
@@ -69,7 +71,7 @@ async def be_target() -> None:
     fd = os.memfd_create("target")
     os.ftruncate(fd, CACHE_BYTES)
     blocks = HostBlocks(fd)
-    door = Door(blocks)
+    door = Door(blocks, nixl.Agents() if nixl.installed() else None)
     door.open("127.0.0.1")
     arrival: Arrival | None = None
     late: list[float] = [0.0]
@@ -133,20 +135,27 @@ async def carried_s(path: Tcp | Shared, blocks: list[int]) -> float:
     return time.perf_counter() - started
 
 
-async def measure(target: Target, cache: HostBlocks, blocks: list[int]) -> dict[str, object]:
+async def moved_s(path: Tcp, target: Target, blocks: list[int]) -> float:
+    target.tell(f"expect {path.key.hex()}")
+    took_s = await carried_s(path, blocks)
+    path.close()
+    target.tell("free")
+    return took_s
+
+
+async def measure(target: Target, cache: HostBlocks, blocks: list[int], agents: nixl.Agents) -> dict[str, object]:
     (view,) = await cache.views(blocks, FORM.bytes)
     tcp_s, bares_s, shared_s, late_s, quiet_s = [], [], [], [], []
+    nixl_s: list[float] = []
     for number in range(-1, ROUNDS):  # the first gets memory, and stands apart
         bare = bare_s(target, view)
         target.tell("late")
         time.sleep(0.02)
         quiet = float(target.tell("late"))
-        path = Tcp(cache, target.door, FORM.bytes)
-        target.tell(f"expect {path.key.hex()}")
-        tcp = await carried_s(path, blocks)
+        tcp = await moved_s(Tcp(cache, target.door, FORM.bytes), target, blocks)
         late = float(target.tell("late"))
-        path.close()
-        target.tell("free")
+        if nixl.installed():
+            nixl_s.append(await moved_s(Nixl(cache, target.door, FORM.bytes, agents), target, blocks))
         if number < 0:
             first = tcp
             continue
@@ -167,6 +176,10 @@ async def measure(target: Target, cache: HostBlocks, blocks: list[int]) -> dict[
         "late_ms": milliseconds(late_s),
         "quiet_ms": milliseconds(quiet_s),
         "first_ms": round(1e3 * first, 2),
+        "nixl_ms": milliseconds(nixl_s[1:]),
+        "nixl_gb_s": gb_s(size, nixl_s[1:]),
+        "nixl_over_tcp": ratios(tcp_s, nixl_s[1:]),
+        "nixl_first_ms": round(1e3 * nixl_s[0], 2) if nixl_s else None,
         "load": load(),
     }
 
@@ -174,7 +187,7 @@ async def measure(target: Target, cache: HostBlocks, blocks: list[int]) -> dict[
 async def main() -> None:
     fd = os.memfd_create("source")
     os.ftruncate(fd, CACHE_BYTES)
-    device, cache, target = Images.open(fd), HostBlocks(fd), Target()
+    device, cache, target, agents = Images.open(fd), HostBlocks(fd), Target(), nixl.Agents()
     try:
         for size in SIZES_MIB:
             slabs = Slabs(device, FORM.bytes)
@@ -182,7 +195,7 @@ async def main() -> None:
             assert blocks is not None
             for block in blocks:
                 device.cache.view(block * FORM.bytes, FORM.bytes)[:] = os.urandom(FORM.bytes)
-            print(json.dumps(await measure(target, cache, blocks)), flush=True)
+            print(json.dumps(await measure(target, cache, blocks, agents)), flush=True)
             slabs.free(blocks)
     finally:
         target.close()

@@ -1,5 +1,6 @@
 """Two runtimes whose host caches are two: real nodes and engines, in one process so that one can look into them.
-Requests that run move over TCP there and back, say what they would have said, and every token is computed once."""
+Requests that run move there and back, over TCP or NIXL, say what they would have said, and every token is computed
+once."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from pydantic import ByteSize
@@ -34,6 +35,7 @@ from store.wire import Finish
 from tests.conftest import NatsServer
 from tests.runtime.devices import Kept, one_thread
 from tests.runtime.engines import asleep, awake, drive, payload, spec, tokens
+from tests.runtime.test_nixl import needs_nixl
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM, torch and transformers, not ours
 POOL_BYTES, HOST_BYTES = 24 << 20, 60 << 20  # so little that nobody keeps empty memory of it
@@ -212,14 +214,18 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def running(hosts: Hosts, url: str) -> AsyncIterator[tuple[Gateway, list[Runtime], list[asyncio.Event]]]:
+async def running(
+    hosts: Hosts, url: str, by: Literal["tcp", "nixl"]
+) -> AsyncIterator[tuple[Gateway, list[Runtime], list[asyncio.Event]]]:
     """r1 and r2, which know of each other and have loaded the model."""
     async with contextlib.AsyncExitStack() as stack:
         names = ("r1", "r2", "g")
         *buses, gateways = [await stack.enter_async_context(Bus.connect(url, name)) for name in names]
         runtimes, stops, tasks = [], [asyncio.Event(), asyncio.Event()], []
         for name, bus, cache, kept, stop in zip(names, buses, hosts.caches, hosts.kept, stops, strict=False):
-            settings = RuntimeSettings(runtime_id=name, host_cache=ByteSize(HOST_BYTES), host_cache_fd=cache)
+            settings = RuntimeSettings(
+                runtime_id=name, host_cache=ByteSize(HOST_BYTES), host_cache_fd=cache, transport=by
+            )
             runtime = Runtime(bus, settings)
             runtime.build = kept
             runtimes.append(runtime)
@@ -241,18 +247,25 @@ def ready(runtime: Runtime) -> bool:
     return bool(state and state.load_ms and runtime._peers.target("m", runtime._engine, time.monotonic()))
 
 
+@pytest.mark.parametrize("by", ["tcp", pytest.param("nixl", marks=needs_nixl)])
 async def test_requests_that_run_move_between_hosts_and_back_and_nothing_is_computed_twice(
-    hosts: Hosts, nats_server: NatsServer, one_at_a_time: None, monkeypatch: pytest.MonkeyPatch
+    hosts: Hosts,
+    nats_server: NatsServer,
+    one_at_a_time: None,
+    monkeypatch: pytest.MonkeyPatch,
+    by: Literal["tcp", "nixl"],
 ) -> None:
+    hosts.computed.clear()
     carried: Counter[str] = Counter()
-    carry = transport.Tcp.carry
+    path = {"tcp": transport.Tcp, "nixl": transport.Nixl}[by]
+    deliver = path._deliver
 
-    async def counted(self: transport.Tcp, first: int, blocks: list[int]) -> list[int]:
-        carried[self._address] += len(blocks)
-        return await carry(self, first, blocks)
+    async def counted(self: Any, parcels: list[list[int]]) -> None:
+        carried[self._address] += sum(map(len, parcels))
+        await deliver(self, parcels)
 
-    monkeypatch.setattr(transport.Tcp, "carry", counted)
-    async with running(hosts, nats_server.url) as (gateway, runtimes, stops):
+    monkeypatch.setattr(path, "_deliver", counted)
+    async with running(hosts, nats_server.url, by) as (gateway, runtimes, stops):
         streams = [await gateway.ask(f"r{1 + number % 2}", asked) for number, asked in enumerate(ASKED * 2)]
         await gateway.until(lambda: all(gateway.said.values()))
         while len(gateway.ended) < len(streams):  # each runtime gives away what it has, all the time

@@ -40,9 +40,7 @@ def test_without_blocks_it_wants_what_the_next_tokens_take() -> None:
     block_tokens=st.sampled_from([1, 16, 32, 127, 128]),
     token_bytes=st.integers(1, 3 * PAGE),
 )
-def test_with_the_pages_that_it_wants_it_makes_a_step(
-    contexts: list[int], block_tokens: int, token_bytes: int
-) -> None:
+def test_with_the_pages_that_it_wants_it_makes_a_step(contexts: list[int], block_tokens: int, token_bytes: int) -> None:
     costs = msgspec.structs.replace(COSTS, kv_bytes_per_token=token_bytes / 7)
     built = engine(contexts, block_tokens, costs)
     built.kv = built.tell().kv_wanted
