@@ -17,9 +17,11 @@ import msgspec
 from runtime.costs import ModelCosts
 from runtime.policy.migration import HIGH_STEPS, LOW_STEPS, Load, pairs, pick_model, steps
 from runtime.policy.scaling import Band, Scaling
-from runtime.request import ModelKey, Request
+from runtime.request import ModelKey, Objective, Request
 
 LOAD_SHARE = 0.5 / 8.0  # of a device's time for each second that a model takes to come in: half, once in a lead of 8 s
+TTFT_S = Objective().ttft_s  # of a model that nobody asked for yet
+RELOAD_SHARE = 0.15  # of a device's time, that a model without work there counts for if it takes its TTFT to load
 STALE = 2.5  # intervals: a report that is older says nothing
 MOVE_S_MOST = 30.0  # a model's move that was not heard of for so long has failed
 JOIN_S_MOST = 600.0  # a device that was asked for comes within that time, or is asked for again
@@ -84,10 +86,11 @@ class Device:
     """One device as the fleet sees it."""
 
     number: int
-    resident: set[ModelKey] = field(default_factory=set)  # there, or on their way
+    resident: dict[ModelKey, float] = field(default_factory=dict)  # there, or on their way: load / TTFT of each
     work: dict[ModelKey, Share] = field(default_factory=dict)
     loading: bool = False
     load: float = 0.0
+    reload: float = 0.0  # to bring in what is resident, should it be pushed out: the sum
     version: int = 0  # of what stands in the heaps
     there: bool = True
     died: bool = False  # it is not there, and comes back of itself
@@ -95,6 +98,11 @@ class Device:
     report: Load | None = None
     given: list[Load] = field(default_factory=list)  # requests that its report does not know of yet
     free: float = -float("inf")  # by its report, with those
+
+    @property
+    def cost(self) -> float:
+        """For a model that is not there: it pushes others out, sooner where there are many."""
+        return self.load + RELOAD_SHARE * self.reload
 
     @property
     def serves(self) -> bool:
@@ -111,6 +119,7 @@ class Cluster:
         self.costs = costs
         self.where: dict[ModelKey, int] = {}  # the device that has requests for the model
         self.residents: dict[ModelKey, set[int]] = {}
+        self._ttfts_s: dict[ModelKey, float] = {}  # of the last request for each
         self._heaps: tuple[list[tuple[float, int, int]], ...] = ([], [])  # loading or not: load, number, version
         self._scaling = Scaling(self.rules.band) if self.rules.band else None
         self._moves: dict[int, tuple[int, float]] = {}  # by source: the target of a model, and when it has failed
@@ -122,6 +131,7 @@ class Cluster:
 
     def assigned(self, request: Request, number: int) -> None:
         self.where[request.model] = number
+        self._ttfts_s[request.model] = request.objective.ttft_s
         self._count(self.devices[number], request, 1)
 
     def ended(self, request: Request, number: int) -> None:
@@ -134,8 +144,8 @@ class Cluster:
         """The model's weights are on their way to the device."""
         device = self.devices[number]
         device.loading = True
-        self._note(device)
-        device.resident.add(model)
+        device.resident[model] = self.costs[model].load_s / self._ttfts_s.get(model, TTFT_S)
+        self._reloads(device)
         self.residents.setdefault(model, set()).add(number)
         self._weigh(device, model)
 
@@ -148,7 +158,8 @@ class Cluster:
     def left(self, number: int, model: ModelKey) -> None:
         """Some of the model's weights are gone."""
         device = self.devices[number]
-        device.resident.discard(model)
+        device.resident.pop(model, None)
+        self._reloads(device)
         self.residents[model].discard(number)
         self._weigh(device, model)
 
@@ -210,6 +221,7 @@ class Cluster:
         for model in device.resident:
             self.residents[model].discard(device.number)
         device.resident.clear()
+        device.reload = 0.0
         device.report, device.free = None, -float("inf")
         self._moves = {source: move for source, move in self._moves.items() if device.number not in (source, move[0])}
         self._note(device)
@@ -222,14 +234,14 @@ class Cluster:
     # ── asked ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def cheapest(self, model: ModelKey, idle_cost: float, loading_cost: float) -> int:
-        """The device with the least load, to which a device without the model adds `idle_cost`, or `loading_cost` if
-        others are on their way to it; of equals the first."""
+        """The device with the least load, to which a device without the model adds what its own models count for, and
+        `idle_cost`, or `loading_cost` if others are on their way to it; of equals the first."""
         devices = [self.devices[number] for number in self.residents.get(model, ())]
         best = min(((device.load, device.number) for device in devices if device.serves), default=None)
         for loading, cost in ((False, idle_cost), (True, loading_cost)):
             least = self._least(loading)
-            if least is not None and (best is None or (least.load + cost, least.number) < best):
-                best = (least.load + cost, least.number)
+            if least is not None and (best is None or (least.cost + cost, least.number) < best):
+                best = (least.cost + cost, least.number)
         assert best is not None, "there is no device"
         return best[1]
 
@@ -346,12 +358,16 @@ class Cluster:
                 device.load = 0.0  # without what rounding left
         self._note(device)
 
+    def _reloads(self, device: Device) -> None:
+        device.reload = sum(device.resident.values())
+        self._note(device)
+
     def _note(self, device: Device) -> None:
         """Its place among the others changed."""
         device.version += 1
         if not device.serves:
             return
-        heapq.heappush(self._heaps[device.loading], (device.load, device.number, device.version))
+        heapq.heappush(self._heaps[device.loading], (device.cost, device.number, device.version))
 
     def _weigh_report(self, device: Device) -> None:
         assert device.report is not None

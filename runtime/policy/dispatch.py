@@ -119,7 +119,8 @@ class Fixed:
 
 class Pressure:
     """A model that has weights somewhere stays; else it goes where the pressure on memory would be least (Prism, §6.1),
-    to a device with room for it after its idle models left, and with the fewest others on their way in."""
+    to a device with room for it after its idle models left, and with the fewest others on their way in; if it can be
+    to one where no idle model must leave."""
 
     MEAN_S = 60.0  # over which demand is taken
 
@@ -150,7 +151,9 @@ class Pressure:
                 room.add(self._candidate(key, request, cluster.costs[key]))
             coming = sum(key not in device.resident for key in device.work) + device.loading
             pressure = score(room, model)
-            scores.append((pressure == float("inf"), coming, pressure, device.number))
+            there = sum([cluster.costs[key].weight_bytes for key in device.resident])
+            pushes_out = there + model.weight_bytes + self._kv_bytes_least > self._memory_bytes
+            scores.append((pressure == float("inf"), coming, pushes_out, pressure, device.number))
         return min(scores)[-1]
 
     def _candidate(self, model: ModelKey, request: Request, costs: ModelCosts) -> Candidate:

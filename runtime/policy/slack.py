@@ -29,7 +29,7 @@ from runtime.model import STARVED_S, Model, Phase
 from runtime.policy.turns import Turn
 from runtime.request import Request
 
-LEAD_S = 8.0  # a burst may go on up to here
+LEAD_S, LEAD_PER_TTFT = 8.0, 6.0  # a burst may go on up to here, less of it if who waits has a short TTFT
 GUARD_S = 0.3  # who is nearer to being late than this goes first
 GUARD_BAND_S = 0.2  # on top, before a burst goes on: else two that are both near would take turns with every decision
 BURST_S = 0.25  # a burst is not broken off sooner, but for one that is nearer than the guard
@@ -93,7 +93,8 @@ class Slack:
     def _goes_on(self, holder: Model, first: Model, turn: Turn, now: float) -> bool:
         """Its burst, though another would be the first."""
         least_s, guard_s = first.urgency - now, _guard_s(first)
-        goes_on = holder.urgency - now < LEAD_S and least_s > guard_s + GUARD_BAND_S
+        lead_s = min(LEAD_S, LEAD_PER_TTFT * first.ttft_s)
+        goes_on = holder.urgency - now < lead_s and least_s > guard_s + GUARD_BAND_S
         begins = now - turn.began_at < min(BURST_S, PER_TTFT * first.ttft_s) and least_s > guard_s
         return goes_on or begins
 

@@ -53,7 +53,7 @@ def test_the_cheapest_device_is_the_one_that_a_look_at_all_would_find(
 ) -> None:
     cluster = happened(events)
     costs = [
-        (each.load + (0.0 if model in each.resident else idle_cost + more * each.loading), each.number)
+        (each.load if model in each.resident else each.cost + idle_cost + more * each.loading, each.number)
         for each in cluster.devices
     ]
     assert cluster.cheapest(model, idle_cost, idle_cost + more) == min(costs)[1]
