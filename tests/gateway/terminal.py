@@ -63,7 +63,7 @@ def on_a_terminal(*arguments: str, settings: Mapping[str, str]) -> Iterator[Term
     before = termios.tcgetattr(slave)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("STACCATO_")}
     process = subprocess.Popen(
-        [sys.executable, "-c", f"import os, fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); {MAIN}", *arguments],
+        [sys.executable, "-c", MAIN, *arguments],
         stdin=slave,
         stdout=slave,
         stderr=slave,
@@ -79,4 +79,11 @@ def on_a_terminal(*arguments: str, settings: Mapping[str, str]) -> Iterator[Term
         os.close(slave)
 
 
-MAIN = "from gateway.cli import main; main()"
+# Where the tests run in the background they ignore Ctrl-C, and so would what they start; a shell lets it through again.
+MAIN = """
+import fcntl, signal, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from gateway.cli import main
+main()
+"""
