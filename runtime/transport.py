@@ -85,7 +85,6 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Answer)
 _lent_decoder = msgspec.msgpack.Decoder(nixl.Lent)
 
-
 Job = Callable[[socket.socket, list[list[memoryview]]], None]  # what a source does with parcels on a thread
 
 
@@ -163,7 +162,7 @@ class Tcp:
     async def _deliver(self, parcels: list[list[int]]) -> None:
         wanted = list(range(len(parcels)))
         for _ in range(TRIES):
-            await self._send([parcels[number] for number in wanted])
+            await self._apart(_send_parcels, [parcels[number] for number in wanted])
             wanted = await self._damaged(len(parcels))
             if not wanted:
                 return
@@ -184,9 +183,6 @@ class Tcp:
                 connection.close()
                 raise
         return connection
-
-    async def _send(self, parcels: list[list[int]]) -> None:
-        await self._apart(_send_parcels, parcels)
 
     async def _apart(self, job: Job, parcels: list[list[int]]) -> None:
         """On a thread."""
@@ -441,7 +437,7 @@ class Door:
         assert self.agents is not None
         async with asyncio.timeout(PARCEL_S * (1 + len(parcels))):  # the source sums all of it first
             (length,) = _LENGTH.unpack(await _exactly(connection, _LENGTH.size))
-            if length > LENT_BYTES * (1 + len(arrival.host) + sum(map(len, parcels))):
+            if length > LENT_BYTES * (1 + sum(map(len, parcels))):
                 raise OSError(f"{len(parcels)} parcels are lent in {length} bytes")
             data = await _exactly(connection, length)
         try:

@@ -276,26 +276,33 @@ class PooledScheduler(Scheduler):
         """Requests that a step can take up."""
         return len(self.running) + len(self.kv_holding_waiting) + (0 if self._parked else len(self.waiting))
 
-    def blocks_wanted(self, ahead: int = 0) -> int:
-        """With so many, the null block included, every request could make its next step and `ahead` more tokens."""
-        blocks = 1 + self.blocks.used_blocks
-        blocks += sum([self._lacks(request, ahead) for request in self.running])
-        blocks += sum([self._lacks(request, ahead) for request in self.kv_holding_waiting])
-        for away in self._arriving.values():
-            blocks += max(0, self._needs(away.request, away.computed, ahead) - self._blocks_of(away.computed))
+    def blocks_wanted(self, ahead: int) -> tuple[int, int]:
+        """With so many, the null block included, every request could make its next step; and `ahead` more tokens."""
+        size, most = self.block_size, self.max_num_scheduled_tokens
+        soon = later = 1 + self.blocks.used_blocks
+        has = [(request, request.num_computed_tokens) for request in self.running]
+        has += [(request, request.num_computed_tokens) for request in self.kv_holding_waiting]
+        has += [(away.request, away.computed) for away in self._arriving.values()]
+        for request, computed in has:  # each step, for all that run
+            blocks, tokens = -(-computed // size), min(request.num_tokens, computed + most)
+            soon += -(-tokens // size) - blocks
+            later += -(-(tokens + ahead) // size) - blocks
         for away in self._parked.values():
-            blocks += self._needs(away.request, away.computed, ahead)
-        blocks += sum([self._blocks_of(request.num_tokens + ahead) for request in self.waiting])
-        return min(blocks, len(self.blocks.blocks))
+            soon += self._needs(away.request, away.computed)
+            later += self._needs(away.request, away.computed, ahead)
+        for request in self.waiting:
+            soon += self._blocks_of(request.num_tokens)
+            later += self._blocks_of(request.num_tokens + ahead)
+        total = len(self.blocks.blocks)
+        return min(soon, total), min(later, total)
 
     def _needs(self, request: Request, computed: int, ahead: int = 0) -> int:
         """Blocks in all, for its next step."""
         return self._blocks_of(min(request.num_tokens, computed + self.max_num_scheduled_tokens) + ahead)
 
-    def _lacks(self, request: Request, ahead: int = 0) -> int:
+    def _lacks(self, request: Request) -> int:
         """Of these, for one that runs."""
-        computed = request.num_computed_tokens
-        return max(0, self._needs(request, computed, ahead) - self._blocks_of(computed))
+        return self._needs(request, request.num_computed_tokens) - self._blocks_of(request.num_computed_tokens)
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

@@ -175,10 +175,9 @@ class VllmEngine:
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def held(self) -> Held:
-        wanted, golden = self._scheduler.blocks_wanted(), self._golden_blocks
-        wanted = self._blocks.pages_wanted(golden + wanted if self._parked else max(1 + golden, wanted))
-        ahead = self._blocks.pages_wanted(self._scheduler.blocks_wanted(AHEAD))
-        spare = min(self._blocks.spare, max(0, len(self.kv.mapped) - ahead))
+        (soon, later), golden = self._scheduler.blocks_wanted(AHEAD), self._golden_blocks
+        wanted = self._blocks.pages_wanted(golden + soon if self._parked else max(1 + golden, soon))
+        spare = min(self._blocks.spare, max(0, len(self.kv.mapped) - self._blocks.pages_wanted(later)))
         return Held(self.weights.held_pages, len(self.kv.mapped), wanted, spare)
 
     def kv_fragmentation(self) -> float:

@@ -164,7 +164,7 @@ def test_with_the_pages_that_it_wants_and_no_more_every_request_gets_its_token(b
         engine.add(RequestId(id), asked)
     awake(engine, engine.held().kv_wanted)
     for step in range(size + 10):
-        assert engine._scheduler.blocks_wanted() == 1 + sum(-(-context // size) for context in contexts.values())
+        assert engine._scheduler.blocks_wanted(0)[0] == 1 + sum(-(-context // size) for context in contexts.values())
         if step % 50 == 49:
             asleep(engine)
             awake(engine, engine.held().kv_wanted)
