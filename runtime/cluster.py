@@ -122,7 +122,7 @@ class Cluster:
         self._ttfts_s: dict[ModelKey, float] = {}  # of the last request for each
         self._heaps: tuple[list[tuple[float, int, int]], ...] = ([], [])  # loading or not: load, number, version
         self._scaling = Scaling(self.rules.band) if self.rules.band else None
-        self._moves: dict[int, tuple[int, float]] = {}  # by source: the target of a model, and when it has failed
+        self._moves: dict[int, tuple[int, ModelKey, float]] = {}  # by source: target, model, since when
         self._joining: list[float] = []  # until when each device that was asked for is waited for
         for device in self.devices:
             self._note(device)
@@ -287,8 +287,8 @@ class Cluster:
         return orders
 
     def _migrations(self, loads: list[Load], now: float) -> list[Order]:
-        self._moves = {source: move for source, move in self._moves.items() if now < move[1]}
-        moving = {*self._moves, *(target for target, _ in self._moves.values())}
+        self._moves = {source: move for source, move in self._moves.items() if not self._over(source, move, now)}
+        moving = {*self._moves, *(target for target, _, _ in self._moves.values())}
         still = [load for load in loads if load.device not in moving]
         draining = frozenset([device.number for device in self.devices if device.drains])
         found = pairs(still, draining, self.rules.low_steps, self.rules.high_steps)
@@ -299,10 +299,18 @@ class Cluster:
         for source, target in found:
             model = pick_model(by_device[source], by_device[target], source in draining)
             if model is not None:
-                self._moves[source] = target, now + MOVE_S_MOST
+                self._moves[source] = target, model, now
                 self.where[model] = target
                 orders.append(Migrate(source, target, model))
         return orders
+
+    def _over(self, source: int, move: tuple[int, ModelKey, float], now: float) -> bool:
+        """The source has no requests for the model any more, and what it had the target counts, or they ended."""
+        target, model, since = move
+        left, there = self.devices[source].report, self.devices[target].report
+        if left is None or there is None or model in left.shares:
+            return now >= since + MOVE_S_MOST
+        return model in there.shares or now >= since + STALE * self.rules.interval_s
 
     def _scale(self, loads: list[Load], now: float) -> list[Order]:
         assert self._scaling is not None

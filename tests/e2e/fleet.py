@@ -23,7 +23,7 @@ from tests.e2e.conftest import Platform
 
 ARCHITECTURES = ("llama", "qwen3", "opt")
 RUNTIMES = 3
-TOKENS = 240
+TOKENS, MANY_TOKENS = 240, 900
 EACH = 4  # streams of every model
 SILENCE_MOST_S = 240.0
 
@@ -35,7 +35,7 @@ class Fleet:
     platform: Platform
     models: list[str] = field(default_factory=list)
     tokens: int = 0  # delivered, of all streams
-    calm: dict[int, dict[tuple[str, int], list[int]]] = field(default_factory=dict)  # what streams say undisturbed
+    calm: dict[tuple[int, int], dict[tuple[str, int], list[int]]] = field(default_factory=dict)  # see `undisturbed`
 
     @classmethod
     @contextlib.contextmanager
@@ -140,9 +140,9 @@ class Fleet:
                 moves.update({id: count - last.get(id, 0) for id, count in now.items() if count > last.get(id, 0)})
                 last = now
 
-    async def stream(self, model: str, number: int, **sampling: object) -> list[int]:
+    async def stream(self, model: str, number: int, tokens: int = TOKENS, **sampling: object) -> list[int]:
         """All tokens of one stream, to its end; fails on an error or a silence."""
-        body = {"model": model, "prompt": [5 + number, 6, 7], "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+        body = {"model": model, "prompt": [5 + number, 6, 7], "max_tokens": tokens, "ignore_eos": True, "stream": True}
         body |= {"temperature": 0, "return_token_ids": True} | sampling
         headers = {"authorization": f"Bearer {self.platform.keys['acme']}"}
         said: list[int] = []
@@ -165,11 +165,13 @@ class Fleet:
             raise AssertionError(f"{model} {number} after {len(said)} tokens: {error!r}") from None
         raise AssertionError(f"the stream ended without [DONE] after {len(said)} tokens")
 
-    async def streams(self, each: int, prefix: str = "") -> dict[tuple[str, int], list[int]]:
+    async def streams(self, each: int, prefix: str = "", tokens: int = TOKENS) -> dict[tuple[str, int], list[int]]:
         """`each` of every model at once, every third one sampled with a seed. With a prefix, of those deployments."""
         asked = [(model, number) for number in range(each) for model in self.models]
         jobs = [
-            self.stream(prefix + model, number, **({"temperature": 0.8, "seed": number} if number % 3 == 2 else {}))
+            self.stream(
+                prefix + model, number, tokens, **({"temperature": 0.8, "seed": number} if number % 3 == 2 else {})
+            )
             for model, number in asked
         ]
         async with asyncio.TaskGroup() as group:  # one that fails ends the others
@@ -177,7 +179,8 @@ class Fleet:
         return dict(zip(asked, (task.result() for task in tasks), strict=True))
 
     async def streams_that_return(self, each: int, tbt_ms: int) -> dict[tuple[str, int], list[int]]:
-        """With that objective; they begin on r1 alone, and the other runtimes come back while they run."""
+        """Of many tokens, with that objective; they begin on r1 alone, and the other runtimes come back while they run,
+        long enough for leases to say so and the scheduler to see it."""
         others = [f"r{number}" for number in range(2, RUNTIMES + 1)]
         names = [f"in-{tbt_ms}-{model}" for model in self.models]
         hurried = [
@@ -188,7 +191,7 @@ class Fleet:
             for runtime in others:
                 await self.drain(runtime, True)
             before = self.tokens
-            streams = asyncio.create_task(self.streams(each, f"in-{tbt_ms}-"))
+            streams = asyncio.create_task(self.streams(each, f"in-{tbt_ms}-", MANY_TOKENS))
             assert await self.past(before + 50, streams)
             assert await self.busy() == {"r1"}
             for runtime in others:
@@ -200,12 +203,12 @@ class Fleet:
             for deployment in hurried:
                 self.platform.request("DELETE", f"/api/v1/deployments/{deployment['id']}")
 
-    async def undisturbed(self, each: int) -> dict[tuple[str, int], list[int]]:
+    async def undisturbed(self, each: int, tokens: int = TOKENS) -> dict[tuple[str, int], list[int]]:
         """What such streams say when nothing happens; asked once, and again never."""
         await self.ready()
-        if each not in self.calm:
-            self.calm[each] = await self.streams(each)
-        return self.calm[each]
+        if (each, tokens) not in self.calm:
+            self.calm[each, tokens] = await self.streams(each, tokens=tokens)
+        return self.calm[each, tokens]
 
     async def past(self, tokens: int, streams: asyncio.Task[object]) -> bool:
         """Returns when so many were delivered; false when the streams ended before."""

@@ -117,6 +117,20 @@ def test_a_move_that_was_never_heard_of_is_forgotten() -> None:
     assert cluster.tick(later) == [Migrate(0, 1, ModelKey("a"))]
 
 
+def test_a_move_is_over_when_the_target_reports_the_model_or_its_requests_have_ended() -> None:
+    """Else two devices would be left out for half a minute, however much there is to do."""
+    full, empty = load(0, 1.0, 10, a=0.5, b=0.4, c=0.3), load(1, 1.0, 10)
+    cluster = told(Cluster(2, MODELS, Rules(migrate=True)), full, empty)
+    assert cluster.tick(1.0) == [Migrate(0, 1, ModelKey("a"))]
+    told(cluster, load(0, 2.0, 10, b=0.8, c=0.4), load(1, 2.0, 10))
+    assert cluster.tick(2.0) == []  # the target's report may be from before it came
+    told(cluster, load(0, 2.5, 10, b=0.8, c=0.4), load(1, 2.5, 10, a=0.2))
+    assert cluster.tick(2.5) == [Migrate(0, 1, ModelKey("c"))]
+    for at in (3.0, 2.5 + STALE):  # what it had ended on its way
+        told(cluster, load(0, at, 10, b=0.8, a=0.4), load(1, at, 10))
+        assert cluster.tick(at) == ([] if at == 3.0 else [Migrate(0, 1, ModelKey("a"))])
+
+
 def test_the_freest_is_the_one_whose_batch_goes_on_longest_and_counts_what_it_was_given() -> None:
     cluster = told(Cluster(3, MODELS, ONE_BY_ONE), load(0, 1.0, 400), load(1, 1.0, 0, requests=0), load(2, 1.0, 0))
     assert [cluster.freest(asked(ModelKey("a"), stream), 1.0 + stream) for stream in range(2)] == [1, 2]
