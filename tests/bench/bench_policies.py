@@ -6,9 +6,9 @@ plays the node and the clients, and writes down when each token came. First the 
 another trace is served to see what a profile does not have in it: what the device's loop takes between two steps, and
 how much slower steps are beside a node and clients; again before each trace, for others share the machine. Then the
 simulator says what will happen, and the rate of the trace is set by that: the most that `slack` is said to bear. There
-a little less time makes a large difference. So the simulator is asked for steps 3 % shorter to 3 % longer, and what it
-says is the median; and another trace, which `slack` serves as well, is the densest of which it says the same for all of
-these.
+a little less time makes a large difference. So the simulator is asked for steps 4.5 % shorter to 4.5 % longer, and what
+it says is the median; and another trace, which `slack` serves as well, is the densest of which it says the same for all
+of these.
 
 *Goodput*: requests per second whose first token and at least 95 % of whose tokens are on time.
 
@@ -59,7 +59,7 @@ DRAIN_S = 20.0  # after the last arrival
 ON_TIME = 0.95  # of its tokens, in a request that counts as good
 CAPACITY = 0.9  # of tokens and of first tokens that are on time: what `slack` bears at most, by the simulator
 FIRST_S = 60.0  # of a trace before
-SLOWER = [1 + 0.0075 * n for n in range(-4, 5)]  # steps, than is thought after it
+SLOWER = [1 + 0.015 * n for n in range(-3, 4)]  # steps, than is thought after it
 LOADS = [0.6 * 1.1**n for n in range(20)]  # of the device, if each request were served alone
 # `dedicated` is for a device to each model: with one for all it is `request` without end.
 ASKED = [policy for policy in POLICIES if policy != "dedicated"]
@@ -355,7 +355,8 @@ async def runtime() -> AsyncIterator[tuple[Node, Profile]]:
             yield node, profile
         finally:
             listening.cancel()
-            child.kill()
+            if child.returncode is None:
+                child.kill()
             await child.wait()
 
 
@@ -415,7 +416,7 @@ def ranges(answers: Sequence[Answer]) -> dict[str, list[float]]:
 
 def as_seen(profile: Profile, seen: Seen) -> Profile:
     """With what was seen in a run."""
-    slow = as_slow(profile, seen.slower)
+    slow = as_slow(profile, seen.slower, seen.prefill_slower)
     models = {
         name: msgspec.structs.replace(costs, step_s=costs.step_s + seen.loop_s, prefill_s=costs.prefill_s + seen.loop_s)
         for name, costs in slow.models.items()
@@ -423,11 +424,16 @@ def as_seen(profile: Profile, seen: Seen) -> Profile:
     return msgspec.structs.replace(slow, models=models)
 
 
-def as_slow(profile: Profile, slower: float) -> Profile:
-    """On a machine that was so much slower during the run than during the profile."""
-    times = [name for name in ModelCosts.__struct_fields__ if "_s" in name]
+def as_slow(profile: Profile, slower: float, prefill_slower: float | None = None) -> Profile:
+    """On a machine that was so much slower during the run than during the profile; at prompts as well, unless told."""
+    of_prefill = slower if prefill_slower is None else prefill_slower
+    times = {
+        name: of_prefill if name.startswith("prefill") else slower
+        for name in ModelCosts.__struct_fields__
+        if "_s" in name
+    }
     models = {
-        name: msgspec.structs.replace(costs, **{time: getattr(costs, time) * slower for time in times})
+        name: msgspec.structs.replace(costs, **{time: getattr(costs, time) * by for time, by in times.items()})
         for name, costs in profile.models.items()
     }
     return msgspec.structs.replace(profile, models=models)

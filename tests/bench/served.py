@@ -44,8 +44,25 @@ class Seen(msgspec.Struct, frozen=True):
 
     busy_s: float  # in steps
     slower: float  # decode steps, than the profile says
+    prefill_slower: float  # steps with prompts
     loop_s: float  # from the end of a step to the next of the same model, in the median
     steps: int
+
+
+@dataclass
+class Slower:
+    """Steps, than they were said to be; seconds, of all of them."""
+
+    took_s: float = 0.0
+    said_s: float = 0.0
+
+    def count(self, took_s: float, said_s: float) -> None:
+        self.took_s += took_s
+        self.said_s += said_s
+
+    @property
+    def ratio(self) -> float:
+        return self.took_s / self.said_s if self.said_s else 1.0
 
 
 @dataclass
@@ -53,8 +70,8 @@ class Counted:
     """Of all engines together; seconds."""
 
     busy_s: float = 0.0  # in steps
-    decode_s: float = 0.0  # in steps without prompts
-    said_s: float = 0.0  # what these should have taken
+    decode: Slower = field(default_factory=Slower)
+    prefill: Slower = field(default_factory=Slower)
     steps: int = 0
     ended_at: float = 0.0
     last: object = None  # engine that stepped
@@ -66,8 +83,8 @@ class Counted:
         self.last = engine
 
     def seen(self) -> Seen:
-        slower = self.decode_s / self.said_s if self.said_s else 1.0
-        return Seen(self.busy_s, slower, statistics.median(self.between_s or [0.0]), self.steps)
+        loop_s = statistics.median(self.between_s or [0.0])
+        return Seen(self.busy_s, self.decode.ratio, self.prefill.ratio, loop_s, self.steps)
 
 
 class Watched:
@@ -75,14 +92,14 @@ class Watched:
 
     def __init__(self, engine: Engine, costs: ModelCosts) -> None:
         self._engine, self._costs, self.counted = engine, costs, Counted()
-        self._prompts = False
+        self._prompts: list[int] = []  # tokens, of those that the next step computes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def add(self, request: RequestId, payload: bytes, made: Sequence[int] = ()) -> None:
-        self._prompts = True
         self._engine.add(request, payload, made)
+        self._prompts.append(prompt_tokens(payload))
 
     def step(self) -> list[Output]:
         counted, began = self.counted, time.perf_counter()
@@ -92,11 +109,19 @@ class Watched:
         took_s = counted.ended_at - began
         counted.busy_s += took_s
         counted.steps += 1
-        if not self._prompts:
-            counted.decode_s += took_s
-            counted.said_s += self._costs.step(len(outputs), CONTEXT_TYPICAL * len(outputs))
-        self._prompts = False
+        if self._prompts:
+            counted.prefill.count(took_s, self._said(len(outputs) - len(self._prompts)))
+        else:
+            counted.decode.count(took_s, self._costs.step(len(outputs), CONTEXT_TYPICAL * len(outputs)))
+        self._prompts.clear()
         return outputs
+
+    def _said(self, older: int) -> float:
+        """Of a step with the prompts, beside which so many requests get a token."""
+        costs = self._costs
+        one_by_one_s = sum([costs.prefill(tokens) - costs.prefill_s for tokens in self._prompts])
+        beside_s = costs.step(older, CONTEXT_TYPICAL * older) - costs.step_s if older > 0 else 0.0
+        return costs.prefill_s + one_by_one_s + beside_s
 
 
 @dataclass
@@ -151,6 +176,11 @@ def serve(fd: int, scratch: Path) -> None:
         device.run()
         tell(msgspec.to_builtins(counted.seen()))
     os._exit(0)  # vLLM's exit handlers tear down what is going anyway
+
+
+def prompt_tokens(payload: bytes) -> int:
+    """Of the prompt of a request as `probe.request` writes it."""
+    return len(msgspec.msgpack.decode(payload)[1])
 
 
 def in_float32(spec: EngineSpec) -> EngineSpec:
