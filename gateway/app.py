@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import dashboard, organization
 from gateway.auth import Auth
-from gateway.config import Settings, SettingsError, admin_key, load, pepper
+from gateway.config import Settings, admin_key, load, pepper
 from gateway.control import Control, Engines
 from gateway.fleet import Fleet
 from gateway.front import Deps, Fronts, reasoning_parsers, supported_architectures, tool_parsers
@@ -37,6 +37,7 @@ from gateway.sources import Sources
 from store import grants, observe, signs
 from store.bus import Bus, BusError, ended
 from store.db import Database, DatabaseError
+from store.settings import SettingsError
 from store.tracing import Traces, TracesError, configured
 
 log = structlog.get_logger()

@@ -12,17 +12,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from runtime.policy.by_name import POLICIES
-
-PREFIX = "STACCATO_"
-SECRETS = PREFIX + "SECRETS"
-
-
-class SettingsError(ValueError):
-    """A setting that cannot be used: names the variable, its value and what is expected."""
+from store.settings import PREFIX, read
 
 
 def _memory() -> int:
@@ -134,15 +128,7 @@ class Settings(BaseSettings):
 
 def load(**overrides: object) -> Settings:
     """The settings of the environment, `overrides` (None: not given) before it. Raises SettingsError."""
-    given = {name: value for name, value in overrides.items() if value is not None}
-    try:
-        return Settings(_secrets_dir=os.environ.get(SECRETS), **given)  # type: ignore[arg-type, call-arg]
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        shown = "" if name in _SECRET else f" is {str(first['input'])!r}"
-        reason = first["msg"].removeprefix("Value error, ")
-        raise SettingsError(f"{PREFIX}{name.upper()}{shown}: {reason}") from error
+    return read(Settings, _SECRET, **{name: value for name, value in overrides.items() if value is not None})
 
 
 def shown(settings: Settings) -> dict[str, str]:

@@ -22,10 +22,11 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from gateway import bus_users
-from gateway.config import PREFIX, Settings, admin_key, pepper
+from gateway.config import Settings, admin_key, pepper
 from gateway.supervise import Child, GaveUp, Say, Tree
 from store import grants, observe
 from store.grants import User
+from store.settings import PREFIX
 
 CONFLICT, RETRYABLE = 4, 75  # exit codes, as the command line has them
 FREE_BYTES_LEAST = 64 << 20

@@ -28,6 +28,7 @@ from runtime.policy.scaling import Band
 from runtime.request import ModelKey
 from store import grants, observe, signs, wire
 from store.bus import LEASE_TTL_S, Bus, BusError, ended
+from store.settings import read
 
 log = structlog.get_logger()
 
@@ -309,7 +310,7 @@ async def serve(settings: SchedulerSettings) -> None:
 def main() -> int:
     observe.configure_logs("scheduler")
     try:
-        settings = SchedulerSettings()
+        settings = read(SchedulerSettings)
         settings.check()
         uvloop.run(serve(settings))
     except (ValueError, BusError) as error:

@@ -7,7 +7,6 @@ of requests that nobody speaks of any more.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from store import grants, observe, signs, usage
 from store.bus import Bus, BusError, UsageBatch, ended
 from store.db import Database, DatabaseError, NotMigrated, now_us
+from store.settings import read
 
 log = structlog.get_logger()
 
@@ -102,7 +102,7 @@ async def serve(settings: LedgerSettings) -> None:
 def main() -> int:
     observe.configure_logs("ledger")
     try:
-        settings = LedgerSettings(_secrets_dir=os.environ.get("STACCATO_SECRETS"))  # type: ignore[call-arg]
+        settings = read(LedgerSettings)
         uvloop.run(serve(settings))
     except (ValueError, BusError, DatabaseError) as error:
         print(f"ledger: {error}", file=sys.stderr)

@@ -73,7 +73,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
-        from gateway.config import SettingsError
+        from store.settings import SettingsError
 
         if isinstance(error, SettingsError):
             _end(str(error), 2)

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from gateway import config
+from store.settings import PREFIX, SettingsError
 
 
 @pytest.fixture(autouse=True)
 def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name in config.Settings.model_fields:
-        monkeypatch.delenv(config.PREFIX + name.upper(), raising=False)
+        monkeypatch.delenv(PREFIX + name.upper(), raising=False)
     monkeypatch.setenv("STACCATO_DATA", str(tmp_path))
     return tmp_path
 
@@ -54,7 +55,7 @@ def test_a_wrong_setting_is_named_with_its_value_and_what_is_expected(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, expected: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    with pytest.raises(config.SettingsError) as refused:
+    with pytest.raises(SettingsError) as refused:
         config.load()
     sentence = str(refused.value)
     assert sentence.startswith(f"{variable} is '{value}'") and expected in sentence and "\n" not in sentence
@@ -67,7 +68,7 @@ def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = config.shown(config.load())
     assert "hush" not in str(shown)
     assert shown["STACCATO_DATABASE_URL"] == "postgresql://staccato:***@db/staccato"
-    assert set(shown) == {config.PREFIX + name.upper() for name in config.Settings.model_fields}
+    assert set(shown) == {PREFIX + name.upper() for name in config.Settings.model_fields}
 
 
 def test_the_admin_key_is_made_once_and_for_its_owner_alone(data: Path) -> None:
