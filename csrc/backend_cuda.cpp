@@ -128,6 +128,112 @@ class CudaEvent : public Event {
     const cuda::EventHandle event_;
 };
 
+// Over when all of them are.
+class AllOf : public Event {
+  public:
+    explicit AllOf(std::vector<EventPtr> events) : events_(std::move(events)) {}
+
+    bool done() override {
+        return std::all_of(events_.begin(), events_.end(), [](const EventPtr& event) { return event->done(); });
+    }
+    void wait() override {
+        for (const EventPtr& event : events_) event->wait();
+    }
+    void hold_stream(void* stream) override {
+        for (const EventPtr& event : events_) event->hold_stream(stream);
+    }
+
+  private:
+    const std::vector<EventPtr> events_;
+};
+
+// The primary context of a device, kept for as long as this lives.
+class Primary {
+  public:
+    explicit Primary(int ordinal) {
+        check(driver().init(0), "cuInit");
+        check(driver().device_get(&device_, ordinal), "cuDeviceGet");
+        check(driver().context_retain(&context_, device_), "cuDevicePrimaryCtxRetain");
+    }
+    ~Primary() { driver().context_release(device_); }
+    cuda::DeviceNumber device() const { return device_; }
+    cuda::Context context() const { return context_; }
+
+  private:
+    cuda::DeviceNumber device_ = 0;
+    cuda::Context context_ = nullptr;
+};
+
+// Another device that carries bytes to ours: over its link to the host into a buffer, and on over the link between the
+// two, while the next bytes come into its other buffer (Prism, section 5.2).
+class Relay {
+  public:
+    Relay(int ordinal, cuda::DeviceNumber target, uint64_t bytes);
+    ~Relay() { close(); }
+
+    void carry(uint64_t address, const char* host, uint64_t bytes);  // as many as a buffer has at most
+    void record(std::vector<EventPtr>& events);
+    cuda::DeviceNumber device() const { return primary_.device(); }
+
+  private:
+    struct Way {
+        cuda::Stream stream = nullptr;
+        cuda::Address buffer = 0;
+    };
+    void close() noexcept;
+
+    const Primary primary_;
+    std::shared_ptr<EventStore> events_;
+    std::array<Way, 2> ways_;
+    uint64_t turn_ = 0;
+};
+
+Relay::Relay(int ordinal, cuda::DeviceNumber target, uint64_t bytes)
+    : primary_(ordinal), events_(std::make_shared<EventStore>(primary_.context())) {
+    int reaches = 0;
+    if (device() != target) check(driver().can_access(&reaches, device(), target), "cuDeviceCanAccessPeer");
+    if (!reaches) {
+        fail(STC_UNSUPPORTED, "device ", ordinal, " can't write to the memory of the device that loads, ", target,
+             ": name others that can as helpers, or none");
+    }
+    try {
+        Current current(primary_.context());
+        for (Way& way : ways_) {
+            check(driver().stream_create(&way.stream, cuda::STREAM_NON_BLOCKING), "cuStreamCreate");
+            check(driver().allocate(&way.buffer, bytes), "cuMemAlloc");
+        }
+    } catch (...) {
+        close();
+        throw;
+    }
+}
+
+void Relay::close() noexcept {
+    if (driver().context_push(primary_.context()) != cuda::SUCCESS) return;
+    for (Way& way : ways_) {
+        if (way.stream) {
+            driver().stream_synchronize(way.stream);
+            driver().stream_destroy(way.stream);
+        }
+        if (way.buffer) driver().deallocate(way.buffer);
+    }
+    events_.reset();
+    cuda::Context popped;
+    driver().context_pop(&popped);
+}
+
+void Relay::carry(uint64_t address, const char* host, uint64_t bytes) {
+    Current current(primary_.context());
+    const Way& way = ways_[turn_++ % ways_.size()];
+    check(driver().copy_to_device(way.buffer, host, bytes, way.stream), "cuMemcpyHtoDAsync");
+    check(driver().copy_on_devices(address, way.buffer, bytes, way.stream), "cuMemcpyDtoDAsync");
+}
+
+void Relay::record(std::vector<EventPtr>& events) {
+    Current current(primary_.context());
+    for (const Way& way : ways_) events.push_back(std::make_shared<CudaEvent>(events_, way.stream));
+}
+
 class Cuda : public Backend {
   public:
     explicit Cuda(const stc_config&);
@@ -152,23 +258,28 @@ class Cuda : public Backend {
 
   private:
     void make_pages(const stc_config&);
+    void make_relays(const stc_config&);
+    void share_out(const Copy&);
     void close() noexcept;
 
-    cuda::DeviceNumber device_ = 0;
-    cuda::Context context_ = nullptr;
+    const Primary primary_;
+    const cuda::DeviceNumber device_;
+    const cuda::Context context_;
     bool exportable_;
     std::vector<cuda::PageHandle> handles_;
     std::array<cuda::Stream, STREAMS> streams_{};
     std::shared_ptr<EventStore> events_;
+    std::vector<std::unique_ptr<Relay>> relays_;
+    uint64_t piece_bytes_ = 0, turn_ = 0;            // of loads that relays share in
+    std::vector<cuda::AccessDescription> accesses_;  // who reads and writes what is mapped
 };
 
-Cuda::Cuda(const stc_config& config) : exportable_(config.exportable) {
-    check(driver().init(0), "cuInit");
-    check(driver().device_get(&device_, config.ordinal), "cuDeviceGet");
+Cuda::Cuda(const stc_config& config)
+    : primary_(config.ordinal), device_(primary_.device()), context_(primary_.context()), exportable_(config.exportable) {
     int virtual_memory = 0;
     check(driver().device_attribute(&virtual_memory, cuda::ATTRIBUTE_VIRTUAL_MEMORY, device_), "cuDeviceGetAttribute");
     if (!virtual_memory) fail(STC_UNSUPPORTED, "device ", config.ordinal, " has no virtual memory management");
-    check(driver().context_retain(&context_, device_), "cuDevicePrimaryCtxRetain");
+    make_relays(config);
     try {
         Current current(context_);
         events_ = std::make_shared<EventStore>(context_);
@@ -179,6 +290,17 @@ Cuda::Cuda(const stc_config& config) : exportable_(config.exportable) {
     } catch (...) {
         close();
         throw;
+    }
+}
+
+void Cuda::make_relays(const stc_config& config) {
+    piece_bytes_ = (config.relay_bytes ? config.relay_bytes : 32 << 20) / 2;
+    if (piece_bytes_ == 0) fail(STC_INVALID, "a relay of ", config.relay_bytes, " bytes has no two buffers: 2 at least");
+    accesses_.push_back({{cuda::LOCATION_DEVICE, device_}, cuda::ACCESS_READ_WRITE});
+    for (int ordinal = 0; ordinal < 32; ordinal++) {
+        if (!(config.helpers >> ordinal & 1)) continue;
+        relays_.push_back(std::make_unique<Relay>(ordinal, device_, piece_bytes_));
+        accesses_.push_back({{cuda::LOCATION_DEVICE, relays_.back()->device()}, cuda::ACCESS_READ_WRITE});
     }
 }
 
@@ -209,6 +331,7 @@ void Cuda::make_pages(const stc_config& config) {
 }
 
 void Cuda::close() noexcept {
+    relays_.clear();
     if (driver().context_push(context_) == cuda::SUCCESS) {
         for (cuda::Stream stream : streams_) {
             if (!stream) continue;
@@ -220,7 +343,6 @@ void Cuda::close() noexcept {
         cuda::Context popped;
         driver().context_pop(&popped);
     }
-    driver().context_release(device_);
 }
 
 uint64_t Cuda::reserve(uint64_t bytes) {
@@ -249,8 +371,7 @@ void Cuda::map(uint64_t address, uint32_t first_page, uint64_t count) {
 
 void Cuda::allow(uint64_t address, uint64_t bytes) {
     Current current(context_);
-    const cuda::AccessDescription access{{cuda::LOCATION_DEVICE, device_}, cuda::ACCESS_READ_WRITE};
-    check(driver().set_access(address, bytes, &access, 1), "cuMemSetAccess");
+    check(driver().set_access(address, bytes, accesses_.data(), accesses_.size()), "cuMemSetAccess");
 }
 
 void Cuda::unmap(uint64_t address, uint64_t bytes) {
@@ -264,6 +385,7 @@ void Cuda::zero(Lane lane, uint64_t address, uint64_t bytes) {
 }
 
 void Cuda::copy(Lane lane, const Copy& copy, Direction direction) {
+    if (lane == LOAD && !relays_.empty()) return share_out(copy);
     Current current(context_);
     if (copy.rows == 1 && direction == TO_DEVICE) {
         return check(driver().copy_to_device(copy.address, copy.host, copy.width, streams_[lane]), "cuMemcpyHtoDAsync");
@@ -278,7 +400,27 @@ void Cuda::copy(Lane lane, const Copy& copy, Direction direction) {
     check(driver().copy_2d(&rows, streams_[lane]), "cuMemcpy2DAsync");
 }
 
-EventPtr Cuda::record(Lane lane) { return record_stream(streams_[lane]); }
+// Of a load, one row to the device: pieces in turns over our own link to the host and those of the relays.
+void Cuda::share_out(const Copy& copy) {
+    for (uint64_t at = 0; at < copy.width; at += piece_bytes_) {
+        const uint64_t bytes = std::min(piece_bytes_, copy.width - at);
+        const uint64_t turn = turn_++ % (relays_.size() + 1);
+        if (turn > 0) {
+            relays_[turn - 1]->carry(copy.address + at, copy.host + at, bytes);
+            continue;
+        }
+        Current current(context_);
+        check(driver().copy_to_device(copy.address + at, copy.host + at, bytes, streams_[LOAD]), "cuMemcpyHtoDAsync");
+    }
+}
+
+EventPtr Cuda::record(Lane lane) {
+    EventPtr own = record_stream(streams_[lane]);
+    if (lane != LOAD || relays_.empty()) return own;
+    std::vector<EventPtr> events{std::move(own)};
+    for (const auto& relay : relays_) relay->record(events);
+    return std::make_shared<AllOf>(std::move(events));
+}
 
 EventPtr Cuda::record_stream(void* stream) {
     Current current(context_);

@@ -89,7 +89,10 @@ struct Copy2D {
     X(context_release, "cuDevicePrimaryCtxRelease_v2", (DeviceNumber))                                                 \
     X(context_push, "cuCtxPushCurrent_v2", (Context))                                                                  \
     X(context_pop, "cuCtxPopCurrent_v2", (Context*))                                                                   \
+    X(can_access, "cuDeviceCanAccessPeer", (int*, DeviceNumber, DeviceNumber))                                         \
     X(memory_info, "cuMemGetInfo_v2", (size_t*, size_t*))                                                              \
+    X(allocate, "cuMemAlloc_v2", (Address*, size_t))                                                                   \
+    X(deallocate, "cuMemFree_v2", (Address))                                                                           \
     X(granularity, "cuMemGetAllocationGranularity", (size_t*, const AllocationProperties*, unsigned))                  \
     X(address_reserve, "cuMemAddressReserve", (Address*, size_t, size_t, Address, unsigned long long))                 \
     X(address_free, "cuMemAddressFree", (Address, size_t))                                                             \
@@ -110,6 +113,7 @@ struct Copy2D {
     X(event_synchronize, "cuEventSynchronize", (EventHandle))                                                          \
     X(copy_to_device, "cuMemcpyHtoDAsync_v2", (Address, const void*, size_t, Stream))                                  \
     X(copy_to_host, "cuMemcpyDtoHAsync_v2", (void*, Address, size_t, Stream))                                          \
+    X(copy_on_devices, "cuMemcpyDtoDAsync_v2", (Address, Address, size_t, Stream))                                     \
     X(copy_2d, "cuMemcpy2DAsync_v2", (const Copy2D*, Stream))                                                          \
     X(fill, "cuMemsetD8Async", (Address, unsigned char, size_t, Stream))                                               \
     X(host_register, "cuMemHostRegister_v2", (void*, size_t, unsigned))                                                \

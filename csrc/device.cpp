@@ -22,7 +22,10 @@ bool none(const std::vector<TicketPtr>& tickets, bool (Ticket::*is)() const) {
 }
 
 std::unique_ptr<Backend> open_backend(const stc_config& config) {
-    if (config.backend == STC_BACKEND_HOST) return open_host(config);
+    if (config.backend == STC_BACKEND_HOST) {
+        if (config.helpers) fail(STC_UNSUPPORTED, "helpers are other CUDA devices: the host backend has none");
+        return open_host(config);
+    }
     if (config.backend == STC_BACKEND_CUDA) return open_cuda(config);
     fail(STC_INVALID, "there is no backend ", config.backend, ": 0 is the host, 1 is CUDA");
 }

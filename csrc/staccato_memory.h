@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define STC_ABI 2
+#define STC_ABI 3
 #define STC_EXPORT __attribute__((visibility("default")))
 
 typedef struct stc_device stc_device;           /* pool, move list, threads that copy, map and unmap */
@@ -49,6 +49,8 @@ typedef struct {
     uint64_t pool_bytes;  /* rounded down to whole pages */
     uint32_t huge_folios; /* host: ask the kernel for 2 MiB folios; without them mapping is 100 times dearer */
     uint32_t exportable;  /* CUDA: pages can be handed to other processes */
+    uint32_t helpers;     /* CUDA: other devices, a bit for each ordinal, whose links to the host carry loads, too */
+    uint64_t relay_bytes; /* of such a device, for what passes through; 0: 32 MiB */
 } stc_config;
 
 typedef struct {

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-from pydantic import ByteSize, Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, ByteSize, Field
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from runtime import nixl
 from runtime.costs import load_profile
@@ -23,6 +23,13 @@ def _threads() -> int:
 def _memory() -> int:
     """Bytes that this machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _numbers(value: object) -> object:
+    return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
+_Helper = Annotated[int, Field(ge=1, le=31)]
 
 
 class SchedulerSettings(BaseSettings):
@@ -57,6 +64,8 @@ class RuntimeSettings(BaseSettings):
     role: Role = Role.BOTH  # until it is told another one
     device_memory: ByteSize = ByteSize(512 << 20)  # the pool of pages for weights and KV cache, of each device
     tensor_parallel: Annotated[int, Field(ge=1)] = 1  # devices of this runtime, over which each model is split
+    # Other GPUs that the process sees, "1,2", over whose links to the host weights come as well:
+    load_helpers: Annotated[tuple[_Helper, ...], NoDecode, BeforeValidator(_numbers)] = ()
     host_cache: ByteSize = ByteSize(_memory() // 2)  # the most that images of models and parked requests take
     host_cache_fd: int = -1  # the file that the runtimes of a node share for that; without one it is this runtime's own
     threads: int = _threads()  # compute threads of the device process, without a GPU
@@ -88,6 +97,12 @@ class RuntimeSettings(BaseSettings):
                 raise ValueError(
                     f"STACCATO_PROFILE={self.profile}: {error.strerror}: `staccato profile` writes one"
                 ) from error
+        if self.load_helpers and self.tensor_parallel > 1:
+            helpers = ",".join(map(str, self.load_helpers))
+            raise ValueError(
+                f"STACCATO_LOAD_HELPERS={helpers} with STACCATO_TENSOR_PARALLEL={self.tensor_parallel}: each device "
+                "loads its own part over its own link already, so leave the helpers out"
+            )
         if self.transport == "nixl" and not nixl.installed():
             raise ValueError(f"STACCATO_TRANSPORT=nixl, and NIXL is not installed: {nixl.INSTALL}, or use tcp")
         if not self.transport_advertise and self.transport_bind in ("0.0.0.0", "::"):

@@ -539,7 +539,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if others:
         others.meet()
-    builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd)
+    builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd, began.load_helpers)
     self_check(builder)
     build = GroupBuild(builder, others) if others else builder
     journal = None

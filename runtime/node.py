@@ -32,6 +32,7 @@ from runtime.transport import Door
 from runtime.views import Views
 from store import grants, observe, signs, tracing, wire
 from store.bus import Bus, BusError, ended
+from store.settings import read
 from store.wire import Delta, Finish, Refusal, Residency, Role
 
 log = structlog.get_logger()
@@ -424,6 +425,7 @@ class Node:
             journal=str(settings.journal / f"{self.id}.journal") if settings.journal else "",
             profile=str(settings.profile or ""),
             tensor_parallel=settings.tensor_parallel,
+            load_helpers=settings.load_helpers,
         )
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "runtime.device", *began.arguments()),
@@ -582,7 +584,7 @@ async def serve(settings: RuntimeSettings, traces: tracing.Traces | None) -> Non
 def main() -> int:
     observe.configure_logs("runtime")
     try:
-        settings = RuntimeSettings()
+        settings = read(RuntimeSettings)
         settings.check()
         with tracing.configured("runtime") as traces:
             uvloop.run(serve(settings, traces))

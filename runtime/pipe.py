@@ -33,6 +33,7 @@ class Began(msgspec.Struct, frozen=True):
     journal: str = ""
     profile: str = ""  # of this machine's costs; without one they are guessed
     tensor_parallel: int = 1  # devices that each model is split over: see runtime/group.py
+    load_helpers: tuple[int, ...] = ()  # other devices that help to load
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]

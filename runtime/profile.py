@@ -30,6 +30,7 @@ from runtime.engine.base import Engine, EngineError
 from runtime.memory.native import LibraryMissing, PoolError
 from runtime.request import RequestId
 from store import artefact, observe
+from store.settings import read
 from store.wire import EngineSpec
 
 if TYPE_CHECKING:
@@ -403,7 +404,7 @@ def profile(name: str, folders: Sequence[Path], settings: RuntimeSettings, say: 
     from runtime.engine import probe
     from runtime.engine.builder import Builder
 
-    build = Builder(settings.device_memory, settings.host_cache)
+    build = Builder(settings.device_memory, settings.host_cache, helpers=settings.load_helpers)
     pool_bytes = build.pages_total * build.page_bytes
     with tempfile.TemporaryDirectory(prefix="staccato-profile-") as scratch:
         specs = [*map(spec_of, folders), *random_models(Path(scratch), pool_bytes)]
@@ -516,9 +517,9 @@ def main() -> None:
     parser.add_argument("models", type=Path, nargs="*")
     asked = parser.parse_args()
     observe.configure_logs("profile")
-    settings = RuntimeSettings()
-    os.environ["OMP_NUM_THREADS"] = str(settings.threads)  # before torch is imported, as for the device
     try:
+        settings = read(RuntimeSettings)
+        os.environ["OMP_NUM_THREADS"] = str(settings.threads)  # before torch is imported, as for the device
         if not asked.out.parent.is_dir():
             raise ValueError(f"there is no folder {asked.out.parent} to write {asked.out.name} into: make it")
         folders = model_folders(asked.models or ([DEMO] if DEMO.is_dir() else []))

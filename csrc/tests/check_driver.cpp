@@ -96,7 +96,10 @@ STACCATO_CUDA_FUNCTIONS(DEFINE)
     X(context_release, cuDevicePrimaryCtxRelease) \
     X(context_push, cuCtxPushCurrent)             \
     X(context_pop, cuCtxPopCurrent)               \
+    X(can_access, cuDeviceCanAccessPeer)          \
     X(memory_info, cuMemGetInfo)                  \
+    X(allocate, cuMemAlloc)                       \
+    X(deallocate, cuMemFree)                      \
     X(granularity, cuMemGetAllocationGranularity) \
     X(address_reserve, cuMemAddressReserve)       \
     X(address_free, cuMemAddressFree)             \
@@ -117,6 +120,7 @@ STACCATO_CUDA_FUNCTIONS(DEFINE)
     X(event_synchronize, cuEventSynchronize)      \
     X(copy_to_device, cuMemcpyHtoDAsync)          \
     X(copy_to_host, cuMemcpyDtoHAsync)            \
+    X(copy_on_devices, cuMemcpyDtoDAsync)         \
     X(copy_2d, cuMemcpy2DAsync)                   \
     X(fill, cuMemsetD8Async)                      \
     X(host_register, cuMemHostRegister)           \

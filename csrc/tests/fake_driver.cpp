@@ -1,17 +1,23 @@
-// A libcuda.so.1 without a GPU, for tests of the CUDA backend: device memory is host memory, streams are threads that
-// lag behind, and what a real driver forbids is refused: calls without a context, unallowed access, half unmaps.
+// A libcuda.so.1 without a GPU, for tests of the CUDA backend: two devices whose memory is host memory, streams are
+// threads that lag behind, and what a real driver forbids is refused: calls without a context, unallowed access, half
+// unmaps.
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
+#include <set>
 #include <thread>
+#include <vector>
 
 #include "../cuda_driver.h"
 
@@ -20,6 +26,8 @@ using namespace staccato::cuda;
 namespace staccato::cuda {
 
 struct StreamOf {
+    explicit StreamOf(DeviceNumber device) : device(device) {}
+    const DeviceNumber device;
     std::mutex mu;
     std::condition_variable changed;
     std::deque<std::function<void()>> jobs;
@@ -69,20 +77,41 @@ namespace {
 
 constexpr Result INVALID_VALUE = 1, INVALID_CONTEXT = 201;
 constexpr size_t GRANULE = 64 << 10;
+constexpr DeviceNumber DEVICES = 2;
 
-thread_local int context_depth = 0;
+struct Mapping {
+    size_t bytes;  // of one handle
+    std::set<int> allowed;  // devices
+};
+
+thread_local std::vector<DeviceNumber> contexts;  // of the thread, the current one last
 std::mutex mappings_mu;
-std::map<Address, size_t> mappings;  // address → bytes of one handle
+std::map<Address, Mapping> mappings;
+std::map<Address, DeviceNumber> buffers;  // made by cuMemAlloc
+std::array<std::atomic<uint64_t>, DEVICES> carried;  // bytes from the host
 
 char* pointer(Address address) { return reinterpret_cast<char*>(address); }
 
-Result lag(Stream stream, std::function<void()> job) {
-    if (context_depth == 0) return INVALID_CONTEXT;
-    stream->put([job = std::move(job)] {
-        std::this_thread::sleep_for(std::chrono::microseconds(200));
+Result lag(Stream stream, std::function<void()> job, int microseconds = 200) {
+    if (contexts.empty()) return INVALID_CONTEXT;
+    stream->put([job = std::move(job), microseconds] {
+        std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
         job();
     });
     return SUCCESS;
+}
+
+// All of it is a buffer of the device's, or was allowed to it.
+bool may_write(DeviceNumber device, Address address, size_t bytes) {
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    if (auto buffer = buffers.find(address); buffer != buffers.end()) return buffer->second == device;
+    auto at = mappings.upper_bound(address);
+    if (at == mappings.begin()) return false;
+    for (--at; address < at->first + at->second.bytes && at->second.allowed.count(device); ++at) {
+        if (address + bytes <= at->first + at->second.bytes) return true;
+        if (std::next(at) == mappings.end() || std::next(at)->first != at->first + at->second.bytes) return false;
+    }
+    return false;
 }
 
 Result set_protection(Address address, size_t bytes, int protection) {
@@ -93,21 +122,29 @@ Result set_protection(Address address, size_t bytes, int protection) {
 
 #define FAKE(name) extern "C" __attribute__((visibility("default"))) Result name
 #define NEEDS_CONTEXT \
-    if (context_depth == 0) return INVALID_CONTEXT
+    if (contexts.empty()) return INVALID_CONTEXT
 
 FAKE(cuInit)(unsigned) { return SUCCESS; }
 FAKE(cuGetErrorString)(Result, const char** text) {
     *text = "the fake driver refused";
     return SUCCESS;
 }
-FAKE(cuDeviceGet)(DeviceNumber* device, int ordinal) { return (*device = ordinal) == 0 ? SUCCESS : INVALID_VALUE; }
+FAKE(cuDeviceGet)(DeviceNumber* device, int ordinal) {
+    return (*device = ordinal) < DEVICES ? SUCCESS : INVALID_VALUE;
+}
 FAKE(cuDeviceGetAttribute)(int* value, int, DeviceNumber) { return *value = 1, SUCCESS; }
-FAKE(cuDevicePrimaryCtxRetain)(Context* context, DeviceNumber) {
-    return *context = reinterpret_cast<Context>(1), SUCCESS;
+FAKE(cuDevicePrimaryCtxRetain)(Context* context, DeviceNumber device) {
+    return *context = reinterpret_cast<Context>(uintptr_t{1} + static_cast<uintptr_t>(device)), SUCCESS;
 }
 FAKE(cuDevicePrimaryCtxRelease_v2)(DeviceNumber) { return SUCCESS; }
-FAKE(cuCtxPushCurrent_v2)(Context) { return context_depth++, SUCCESS; }
-FAKE(cuCtxPopCurrent_v2)(Context*) { return context_depth--, SUCCESS; }
+FAKE(cuCtxPushCurrent_v2)(Context context) {
+    contexts.push_back(static_cast<DeviceNumber>(reinterpret_cast<uintptr_t>(context) - 1));
+    return SUCCESS;
+}
+FAKE(cuCtxPopCurrent_v2)(Context*) { return contexts.pop_back(), SUCCESS; }
+FAKE(cuDeviceCanAccessPeer)(int* can, DeviceNumber device, DeviceNumber other) {
+    return *can = device != other, SUCCESS;
+}
 
 FAKE(cuMemGetInfo_v2)(size_t* free_bytes, size_t* total_bytes) {
     NEEDS_CONTEXT;
@@ -115,6 +152,19 @@ FAKE(cuMemGetInfo_v2)(size_t* free_bytes, size_t* total_bytes) {
 }
 FAKE(cuMemGetAllocationGranularity)(size_t* granule, const AllocationProperties*, unsigned) {
     return *granule = GRANULE, SUCCESS;
+}
+FAKE(cuMemAlloc_v2)(Address* address, size_t bytes) {
+    NEEDS_CONTEXT;
+    *address = reinterpret_cast<Address>(std::malloc(bytes));
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    buffers[*address] = contexts.back();
+    return SUCCESS;
+}
+FAKE(cuMemFree_v2)(Address address) {
+    NEEDS_CONTEXT;
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    if (buffers.erase(address) == 0) return INVALID_VALUE;
+    return std::free(pointer(address)), SUCCESS;
 }
 FAKE(cuMemAddressReserve)(Address* address, size_t bytes, size_t, Address, unsigned long long) {
     void* mapped = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -144,27 +194,34 @@ FAKE(cuMemMap)(Address address, size_t bytes, size_t offset, PageHandle handle, 
     if (offset != 0 || (after != mappings.end() && after->first < address + bytes)) return INVALID_VALUE;
     void* mapped = mmap(pointer(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, static_cast<int>(handle), 0);
     if (mapped == MAP_FAILED) return OUT_OF_MEMORY;
-    mappings[address] = bytes;
+    mappings[address] = {bytes, {}};
     return SUCCESS;
 }
 FAKE(cuMemUnmap)(Address address, size_t bytes) {
     NEEDS_CONTEXT;
     std::lock_guard<std::mutex> lock(mappings_mu);
-    for (Address at = address; at < address + bytes; at += mappings[at]) {
-        if (!mappings.count(at) || at + mappings[at] > address + bytes) return INVALID_VALUE;
+    for (Address at = address; at < address + bytes; at += mappings[at].bytes) {
+        if (!mappings.count(at) || at + mappings[at].bytes > address + bytes) return INVALID_VALUE;
     }
     mappings.erase(mappings.find(address), mappings.lower_bound(address + bytes));
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
     return mmap(pointer(address), bytes, PROT_NONE, flags, -1, 0) != MAP_FAILED ? SUCCESS : INVALID_VALUE;
 }
-FAKE(cuMemSetAccess)(Address address, size_t bytes, const AccessDescription* access, size_t) {
+FAKE(cuMemSetAccess)(Address address, size_t bytes, const AccessDescription* access, size_t count) {
     NEEDS_CONTEXT;
-    return access->flags == ACCESS_READ_WRITE ? set_protection(address, bytes, PROT_READ | PROT_WRITE) : INVALID_VALUE;
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    for (size_t i = 0; i < count; i++) {
+        if (access[i].flags != ACCESS_READ_WRITE) return INVALID_VALUE;
+        for (auto at = mappings.find(address); at != mappings.end() && at->first < address + bytes; at++) {
+            at->second.allowed.insert(access[i].location.id);
+        }
+    }
+    return set_protection(address, bytes, PROT_READ | PROT_WRITE);
 }
 
 FAKE(cuStreamCreate)(Stream* stream, unsigned) {
     NEEDS_CONTEXT;
-    return *stream = new StreamOf, SUCCESS;
+    return *stream = new StreamOf(contexts.back()), SUCCESS;
 }
 FAKE(cuStreamSynchronize)(Stream stream) {
     std::unique_lock<std::mutex> lock(stream->mu);
@@ -214,7 +271,13 @@ FAKE(cuEventSynchronize)(EventHandle event) {
 }
 
 FAKE(cuMemcpyHtoDAsync_v2)(Address to, const void* from, size_t bytes, Stream stream) {
+    if (!may_write(stream->device, to, bytes)) return INVALID_VALUE;
+    carried[static_cast<size_t>(stream->device)] += bytes;
     return lag(stream, [=] { std::memcpy(pointer(to), from, bytes); });
+}
+FAKE(cuMemcpyDtoDAsync_v2)(Address to, Address from, size_t bytes, Stream stream) {
+    if (!may_write(stream->device, to, bytes)) return INVALID_VALUE;
+    return lag(stream, [=] { std::memcpy(pointer(to), pointer(from), bytes); }, 1000);  // after all that is not awaited
 }
 FAKE(cuMemcpyDtoHAsync_v2)(void* to, Address from, size_t bytes, Stream stream) {
     return lag(stream, [=] { std::memcpy(to, pointer(from), bytes); });
@@ -239,3 +302,8 @@ FAKE(cuMemHostRegister_v2)(void*, size_t, unsigned) {
     return SUCCESS;
 }
 FAKE(cuMemHostUnregister)(void*) { return SUCCESS; }
+
+// Not of CUDA: the bytes that came to a device from the host.
+extern "C" __attribute__((visibility("default"))) uint64_t fake_carried(DeviceNumber device) {
+    return carried[static_cast<size_t>(device)];
+}

@@ -1,5 +1,5 @@
-// What threads may do to each other, through the C face, for the sanitizers to watch: `test_memory host`, and
-// `test_memory cuda` with the fake driver. What it promises in one thread is tested in tests/runtime/test_memory.py.
+// What threads may do to each other, through the C face, for the sanitizers to watch: `test_memory host`, and with the
+// fake driver `test_memory cuda` and `test_memory relayed`, where another device helps to load. What it promises in one thread is tested in tests/runtime/test_memory.py.
 #include <dlfcn.h>
 
 #include <atomic>
@@ -18,7 +18,8 @@ namespace {
 constexpr uint64_t PAGE = 64 << 10;
 constexpr uint64_t POOL_PAGES = 64;
 constexpr double LONG_S = 60;
-uint32_t backend;
+constexpr uint64_t RELAY_BYTES = 3 * PAGE / 2;  // two pieces, which are no whole pages
+uint32_t backend, helpers;
 
 #define EXPECT(condition)                                                                        \
     do {                                                                                         \
@@ -30,7 +31,7 @@ uint32_t backend;
 
 struct Device {
     explicit Device(uint64_t pages = POOL_PAGES) {
-        const stc_config config{backend, 0, PAGE, pages * PAGE, 0, 0};
+        const stc_config config{backend, 0, PAGE, pages * PAGE, 0, 0, helpers, RELAY_BYTES};
         EXPECT(stc_device_open(&config, &handle) == STC_OK);
     }
     ~Device() {
@@ -162,6 +163,27 @@ void loads_and_cancels_of_many_threads_lose_no_page() {
     std::printf("  %d loaded, %d cancelled, %d refused\n", loaded.load(), cancelled.load(), refused.load());
 }
 
+void a_load_comes_over_all_links() {
+    if (!helpers) return;
+    const auto carried = reinterpret_cast<uint64_t (*)(int)>(dlsym(dlopen("libcuda.so.1", RTLD_NOW), "fake_carried"));
+    EXPECT(carried);
+    Device device;
+    Cache cache(48);
+    Reservation reservation(device, 48);
+    const uint64_t before[] = {carried(0), carried(1)};
+    const stc_segment segments[] = {{0, 0, 40 * PAGE + 1000}, {41 * PAGE, 41 * PAGE, 7 * PAGE}};
+    stc_ticket ticket;
+    EXPECT(stc_load(reservation.handle, cache.handle, segments, 2, 5 * PAGE, &ticket) == STC_OK);
+    EXPECT(stc_ticket_wait(device.handle, ticket, LONG_S) == STC_OK);
+    for (const stc_segment& segment : segments) {
+        EXPECT(std::memcmp(reservation.bytes + segment.offset, cache.bytes + segment.offset, segment.bytes) == 0);
+    }
+    EXPECT(filled(reservation.bytes + 40 * PAGE + 1000, PAGE - 1000, 0));
+    const uint64_t own = carried(0) - before[0], other = carried(1) - before[1];
+    EXPECT(own + other == 47 * PAGE + 1000 && own > 20 * PAGE && other > 20 * PAGE);
+    EXPECT(stc_unmap(reservation.handle, 0, 48 * PAGE, 0) == STC_OK);
+}
+
 // Three owners move their blocks out and in by turns while a fourth loads and the injector fails this and that.
 void blocks_survive_faults_and_company() {
     Device device;
@@ -250,6 +272,7 @@ struct {
     {"owners never see each other's pages", owners_never_see_each_others_pages},
     {"a late unmap leaves the newer mapping alone", a_late_unmap_leaves_the_newer_mapping_alone},
     {"loads and cancels of many threads lose no page", loads_and_cancels_of_many_threads_lose_no_page},
+    {"a load comes over all links", a_load_comes_over_all_links},
     {"blocks survive faults and company", blocks_survive_faults_and_company},
     {"captures of an object that binds late", captures_of_an_object_that_binds_late},
     {"captures of an object that is sealed", captures_of_an_object_that_is_sealed},
@@ -258,7 +281,9 @@ struct {
 }  // namespace
 
 int main(int count, char** arguments) {
-    backend = count > 1 && std::strcmp(arguments[1], "cuda") == 0 ? STC_BACKEND_CUDA : STC_BACKEND_HOST;
+    const char* name = count > 1 ? arguments[1] : "host";
+    backend = std::strcmp(name, "host") == 0 ? STC_BACKEND_HOST : STC_BACKEND_CUDA;
+    helpers = std::strcmp(name, "relayed") == 0 ? 1u << 1 : 0;
     for (const auto& test : TESTS) {
         std::printf("%s\n", test.name);
         std::fflush(stdout);

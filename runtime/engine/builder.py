@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,12 @@ def _nobody(read_bytes: int, files_bytes: int) -> None:
 class Builder:
     """Builds engines over one pool of `pool_bytes`; `host_bytes` is the most that images and parked requests may take.
 
-    `host_fd` is another process's host cache, to share its images."""
+    `host_fd` is another process's host cache, to share its images; `helpers` are other GPUs that help to load."""
 
-    def __init__(self, pool_bytes: int, host_bytes: int, host_fd: int = -1) -> None:
+    def __init__(self, pool_bytes: int, host_bytes: int, host_fd: int = -1, helpers: Collection[int] = ()) -> None:
         self.version = check_version()
-        self.device = Device(pool_bytes, backend=Backend.HOST if current_platform.is_cpu() else Backend.CUDA)
+        backend = Backend.HOST if current_platform.is_cpu() else Backend.CUDA
+        self.device = Device(pool_bytes, backend=backend, helpers=helpers)
         kept = host_bytes // KEPT_PART
         self.images = Images.create(host_bytes, kept) if host_fd < 0 else Images.open(host_fd, kept)
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes

@@ -6,7 +6,7 @@ What each call does stands in csrc/staccato_memory.h. Every call lets go of the 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import POINTER, byref, c_double, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 LIBRARY = Path(__file__).parents[2] / "csrc/build/libstaccato_memory.so"
-ABI = 2
+ABI = 3
 MIXED = 0xFFFFFFFF  # the owner of a page that is being loaded, or whose load failed in the middle
 
 
@@ -124,7 +124,10 @@ class Stats:
 
 
 class Device:
-    """One pool of pages. Close its reservations and the caches pinned to it first."""
+    """One pool of pages. Close its reservations and the caches pinned to it first.
+
+    `helpers` are other CUDA devices, by ordinal, over whose links to the host a part of every load comes (Prism, 5.2);
+    each keeps `relay_bytes` for what passes through it."""
 
     def __init__(
         self,
@@ -135,9 +138,12 @@ class Device:
         page_bytes: int = 0,
         huge_folios: bool = True,
         exportable: bool = False,
+        helpers: Collection[int] = (),
+        relay_bytes: int = 0,
     ) -> None:
         self._handle = c_void_p()
-        config = _Config(backend, ordinal, page_bytes, pool_bytes, huge_folios, exportable)
+        bits = sum(1 << helper for helper in set(helpers))
+        config = _Config(backend, ordinal, page_bytes, pool_bytes, huge_folios, exportable, bits, relay_bytes)
         _check(_library().stc_device_open(byref(config), byref(self._handle)))
         self.backend = backend
         self.ordinal = ordinal
@@ -418,6 +424,8 @@ class _Config(ctypes.Structure):
         ("pool_bytes", c_uint64),
         ("huge_folios", c_uint32),
         ("exportable", c_uint32),
+        ("helpers", c_uint32),
+        ("relay_bytes", c_uint64),
     ]
 
 

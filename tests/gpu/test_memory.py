@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from runtime.memory.native import Cache, Device, Direction, Piece, PoolError, Reservation, Segment
+from runtime.memory.native import Backend, Cache, Code, Device, Direction, Piece, PoolError, Reservation, Segment
 from tests.conftest import ROOT
 from tests.gpu.conftest import IMAGE, PAGE, POOL_BYTES, SOON_S, WHOLE_IMAGE, read
 
@@ -91,6 +91,25 @@ def test_blocks_come_back_under_other_numbers(reservation: Reservation, cache: C
     out = reservation.copy_blocks(cache, pieces, ids, places, Direction.TO_HOST)
     reservation.copy_blocks(cache, pieces, new_ids, places, Direction.TO_DEVICE, after=out).wait(SOON_S)
     assert read(reservation, cache, 0, len(IMAGE)) == expected
+
+
+def test_a_load_comes_through_another_device(device: Device) -> None:
+    """In pieces that are no whole pages."""
+    try:
+        helped = Device(POOL_BYTES, backend=Backend.CUDA, page_bytes=PAGE, helpers=(1,), relay_bytes=3 * PAGE)
+    except PoolError as error:
+        if error.code is Code.UNSUPPORTED or str(error).startswith("cuDeviceGet"):
+            pytest.skip(f"there is no second GPU that can write to the first one's memory: {error}")
+        raise
+    cache, reservation = Cache(POOL_BYTES), helped.reserve(POOL_BYTES)
+    cache.commit(0, POOL_BYTES)
+    cache.pin(helped, 0, POOL_BYTES)
+    cache.view(0, len(IMAGE))[:] = IMAGE
+    reservation.load(cache, WHOLE_IMAGE).wait(SOON_S)
+    assert read(reservation, cache, 0, len(IMAGE)) == IMAGE
+    reservation.release()
+    cache.close()
+    helped.close()
 
 
 def test_a_second_process_reads_and_writes_an_exported_page(reservation: Reservation, cache: Cache) -> None:

@@ -194,6 +194,11 @@ def test_what_is_in_use_is_not_closed_and_what_is_closed_is_refused(device: Devi
 
 
 @pytest.mark.skipif(find_library("cuda") is not None, reason="this machine has a CUDA driver")
+def test_the_host_has_no_helpers() -> None:
+    with pytest.raises(PoolError, match="helpers are other CUDA devices"):
+        Device(PAGE, page_bytes=PAGE, helpers=(1,))
+
+
 def test_a_machine_without_a_gpu_says_so() -> None:
     with pytest.raises(PoolError, match="no CUDA driver"):
         Device(1 << 30, backend=Backend.CUDA)

@@ -13,6 +13,7 @@ from runtime.config import RuntimeSettings
 from runtime.node import GATEWAY_SILENCE_S, Node
 from store import wire
 from store.bus import Bus, ended
+from store.settings import SettingsError, read
 from store.wire import ModelState, Residency, Role
 from tests.conftest import NatsServer, soon
 
@@ -126,6 +127,19 @@ def test_an_address_that_nobody_can_be_reached_by_is_not_told_to_others() -> Non
     with pytest.raises(ValueError, match="STACCATO_TRANSPORT_BIND=0.0.0.0 is no address to be reached by"):
         RuntimeSettings(transport_bind="0.0.0.0").check()
     RuntimeSettings(transport_bind="0.0.0.0", transport_advertise="gpu7.example.com").check()
+
+
+def test_helpers_are_read_as_people_write_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STACCATO_LOAD_HELPERS", "1, 2")
+    settings = read(RuntimeSettings)
+    settings.check()
+    assert settings.load_helpers == (1, 2)
+    for wrong in ("0", "32", "next"):
+        monkeypatch.setenv("STACCATO_LOAD_HELPERS", wrong)
+        with pytest.raises(SettingsError, match=f"^STACCATO_LOAD_HELPERS is '{wrong}': .+$"):
+            read(RuntimeSettings)
+    with pytest.raises(ValueError, match="STACCATO_LOAD_HELPERS=1,2 with STACCATO_TENSOR_PARALLEL=2"):
+        RuntimeSettings(tensor_parallel=2, load_helpers=(1, 2)).check()
 
 
 async def test_a_drain_can_be_called_off_and_what_an_operator_said_only_an_operator_takes_back(node: Node) -> None:
