@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,9 +22,15 @@ LOOK_PERIOD_S = 0.5
 class Life:
     """Of one device process."""
 
-    time: Mapping[str, Any]  # as it was seen last
-    seen_at: float
-    unseen_s: float = 0.0  # the longest that it may have lived after that
+    time: Mapping[str, Any]  # as it was seen last; what is shown was so when the runtime said it, not when it is seen
+    began: float  # at the latest
+
+    def look(self, time_us: Mapping[str, Any], now: float) -> None:
+        self.time, self.began = time_us, min(self.began, _began(time_us, now))
+
+    def unseen_s(self, later: Life) -> float:
+        """The longest that it may have lived after what was seen last, when `later` is of the process after it."""
+        return later.began - self.began - float(self.time["wall_us"]) / 1e6
 
     def goes_on(self, later: Mapping[str, Any]) -> bool:
         """Nothing that is counted goes back."""
@@ -54,11 +61,9 @@ class Devices:
             self._wrong += (f"{gpu['id']}: {said}" for said in unbalanced(time_us))
             lives = self._lives.setdefault(gpu["id"], [])
             if lives and lives[-1].goes_on(time_us):
-                lives[-1].time, lives[-1].seen_at = time_us, now
-                continue
-            if lives:
-                lives[-1].unseen_s = now - lives[-1].seen_at
-            lives.append(Life(time_us, now))
+                lives[-1].look(time_us, now)
+            else:
+                lives.append(Life(time_us, _began(time_us, now)))
 
     @property
     def deaths(self) -> int:
@@ -68,12 +73,17 @@ class Devices:
         """`booked_us`: of each tenant, by id. No more is charged than devices spent on it. What one had spent after it
         was seen last is not known: as long at most as it was not seen."""
         yield from self._wrong
-        lives = [life for lives in self._lives.values() for life in lives]
-        unseen_us = round(sum(life.unseen_s for life in lives) * 1e6)
-        used = used_us(life.time for life in lives)
+        pairs = [pair for lives in self._lives.values() for pair in itertools.pairwise(lives)]
+        unseen_us = round(sum(life.unseen_s(later) for life, later in pairs) * 1e6)
+        used = used_us(life.time for lives in self._lives.values() for life in lives)
         over = {tenant: us - used[tenant] for tenant, us in booked_us.items() if us > used[tenant]}
         if sum(over.values()) > unseen_us:
             yield f"charged beyond what devices are known to have spent: {over} us; {unseen_us} us passed unseen"
+
+
+def _began(time_us: Mapping[str, Any], now: float) -> float:
+    """At the latest: what is seen now may have been said a while ago."""
+    return now - float(time_us["wall_us"]) / 1e6
 
 
 def used_us(times: Iterable[Mapping[str, Any]]) -> Counter[str]:

@@ -98,11 +98,14 @@ def test_time_of_devices_is_conserved_over_their_lives() -> None:
         time = {"wall_us": us, "idle_us": us - gpu_us, "platform_us": 0, "open_us": 0, "used": used}
         return {"id": "r1", "time": time}
 
-    devices = Devices()
-    for at, (us, gpu_us) in enumerate([(10, 4), (20, 8), (5, 5)]):  # the third is another life, a second later
-        devices.look([gpu(us, gpu_us)], float(at))
-    assert devices.deaths == 1 and list(devices.flaws({"t": 13 + 10**6})) == []
-    (said,) = devices.flaws({"t": 14 + 10**6})
-    assert "1000001} us" in said
-    devices.look([gpu(5, 5) | {"time": {**gpu(6, 5)["time"], "idle_us": 0}}], 4.0)  # type: ignore[dict-item]
-    assert list(devices.flaws({})) == ["r1: of 6 us of the device's time 5 are accounted for"]
+    devices, s = Devices(), 10**6
+    devices.look([gpu(10 * s, 4)], 110.0)
+    for at in (120.2, 120.7, 121.1):  # what was so at 120.0, and nothing later is known when the process dies at 122.0
+        devices.look([gpu(20 * s, 8)], at)
+    devices.look([gpu(3 * s // 10, 5)], 122.9)  # the next one, seen 0.6 s late
+    devices.look([gpu(s, 5)], 123.0)
+    assert devices.deaths == 1 and list(devices.flaws({"t": 13 + 2 * s})) == []
+    (said,) = devices.flaws({"t": 14 + 2 * s})
+    assert "2000001} us; 2000000 us passed unseen" in said
+    devices.look([gpu(5, 5) | {"time": {**gpu(2 * s, 5)["time"], "idle_us": 0}}], 124.0)  # type: ignore[dict-item]
+    assert list(devices.flaws({})) == ["r1: of 2000000 us of the device's time 5 are accounted for"]
