@@ -123,7 +123,7 @@ async def really(duration_s: float) -> float:
     async with runtime() as (node, profile):
         sizes = [model_size(spec) for spec in node.specs]
         objective = objective_of(sizes, profile)
-        asked = asking(WITHIN, sizes, profile, duration_s, cv=1.0, output_tokens=OUTPUT_TOKENS)
+        asked = asking(WITHIN, sizes, profile, duration_s, cv=1.0, output_tokens=OUTPUT_TOKENS, longer=1.0)
         calm = divided(asked, (1.0, 1.0), SEED)
         show("real", "predicted", {"lost": predicted(calm, profile, objective), "of": ["tokens", "first tokens"]})
         kept: dict[int, list[Kept]] = {1: [], TIMES: []}
