@@ -37,6 +37,7 @@ TIMES = 20
 POINTS = 2.0  # that t1 may lose
 DURATION_S = 150.0
 RUNS = 2  # of the real trace, each without and with the flood
+TBT_STEPS = 5
 OUTPUT_TOKENS = (12, 96)  # few, for the request that is late must not be two points by itself
 WITHIN = 0.7  # of the device, that both tenants ask for if each request is served alone: 0.35 each, of a share of 0.5
 
@@ -122,8 +123,8 @@ async def really(duration_s: float) -> float:
     meets both."""
     async with runtime() as (node, profile):
         sizes = [model_size(spec) for spec in node.specs]
-        objective = objective_of(sizes, profile)
-        asked = asking(WITHIN, sizes, profile, duration_s, cv=1.0, output_tokens=OUTPUT_TOKENS, longer=1.0)
+        objective = objective_of(sizes, profile, TBT_STEPS)
+        asked = asking(WITHIN, sizes, profile, duration_s, cv=1.0, output_tokens=OUTPUT_TOKENS)
         calm = divided(asked, (1.0, 1.0), SEED)
         show("real", "predicted", {"lost": predicted(calm, profile, objective), "of": ["tokens", "first tokens"]})
         kept: dict[int, list[Kept]] = {1: [], TIMES: []}

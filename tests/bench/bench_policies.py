@@ -1,14 +1,13 @@
 """What does the order of turns do for the requests of one runtime, and does the simulator foresee it?
 
-Ten models of three sizes share a pool that holds two or three of them, and are asked in bursts, for answers twice as
-long as usual (as in ShareGPT-ox2 of the Aegaeon paper, section 7). A process as a runtime's device process, with real
-engines (`served.py`), serves the same trace once under each policy; this process plays the node and the clients, and
-writes down when each token came. First the engines are profiled, and a minute of another trace is served to see what a
-profile does not have in it: what the device's loop takes between two steps, and how much slower steps are beside a node
-and clients. Then the simulator says what will happen, and the trace is chosen by that. Where a little less time makes a
-large difference nobody can say: so the simulator is asked for steps 4.5 % shorter to 4.5 % longer, what it says is the
-median, and the trace is the densest of which it says the same of `slack` for all of these, and that `slack` serves so
-much more than the others.
+Ten models of three sizes share a pool that holds two or three of them, and are asked in bursts. A process as a
+runtime's device process, with real engines (`served.py`), serves the same trace once under each policy; this process
+plays the node and the clients, and writes down when each token came. First the engines are profiled, and a minute of
+another trace is served to see what a profile does not have in it: what the device's loop takes between two steps, and
+how much slower steps are beside a node and clients. Then the simulator says what will happen, and the trace is chosen
+by that. Where a little less time makes a large difference nobody can say: so the simulator is asked for steps 4.5 %
+shorter to 4.5 % longer, what it says is the median, and the trace is the densest of which it says the same of `slack`
+for all of these, and that `slack` serves so much more than the others.
 
 *Goodput*: requests per second whose first token and at least 95 % of whose tokens are on time.
 
@@ -52,11 +51,10 @@ from tests.bench import served  # noqa: E402
 from tests.bench.served import CONTEXT_TYPICAL, MIB, MODELS, SHAPES, Seen  # noqa: E402
 from tests.bench.timing import load  # noqa: E402
 
-PROMPT_TOKENS, OUTPUT_TOKENS = (16, 256), (64, 760)  # least and most
-LONGER = 2.0  # answers, than usual
+PROMPT_TOKENS, OUTPUT_TOKENS = (16, 256), (64, 640)  # least and most
 CV, SEED = 4.0, 1
 SEEDS = range(1, 9)  # of traces to choose from
-TTFT_STEPS, TBT_STEPS, PATIENCE_STEPS = 200, 5, 100  # objectives, in decode steps of one request
+TTFT_STEPS, TBT_STEPS, PATIENCE_STEPS = 200, 10, 100  # objectives, in decode steps of one request
 DRAIN_S = 20.0  # after the last arrival
 ON_TIME = 0.95  # of its tokens, in a request that counts as good
 CAPACITY = 0.9  # of tokens and of first tokens that are on time: what `slack` bears at most, by the simulator
@@ -67,7 +65,8 @@ LOADS = [0.6 * 1.1**n for n in range(20)]  # of the device, if each request were
 ASKED = [policy for policy in POLICIES if policy != "dedicated"]
 POINTS, SHARE = 5.0, 0.2  # prediction: attainment within so many points, quantiles of TTFT within this part
 GAINS = {"request": 2.0, "aegaeon": 1.0}  # goodput of `slack` over theirs, at least
-SAID = 1.1  # of that, by the simulator: it is chosen for what it says of `slack`
+SAID = 1.2  # of that, by the simulator
+SURE = 0.75  # of what a prediction may be off it may itself say, for other times of the steps
 WAIT_S = 120.0
 
 
@@ -80,14 +79,13 @@ def workload(
     duration_s: float,
     cv: float = CV,
     output_tokens: tuple[int, int] = OUTPUT_TOKENS,
-    longer: float = LONGER,
     seed: int = SEED,
 ) -> Workload:
     drawn = base(MODELS, seed, rate, duration_s, cv=cv, sizes=sizes)
     return dataclasses.replace(
         drawn,
         prompt_tokens=np.clip(drawn.prompt_tokens, *PROMPT_TOKENS),
-        output_tokens=np.clip((longer * drawn.output_tokens).astype(int), *output_tokens),
+        output_tokens=np.clip(drawn.output_tokens, *output_tokens),
     )
 
 
@@ -196,7 +194,7 @@ def borne(said: Answer) -> bool:
 
 
 def sure(answers: Sequence[Answer]) -> bool:
-    return all(off(median(answers), answer)["met"] for answer in answers)
+    return all(_near(off(median(answers), answer), SURE) for answer in answers)
 
 
 # ── the node's end ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -365,9 +363,9 @@ async def runtime() -> AsyncIterator[tuple[Node, Profile]]:
             await child.wait()
 
 
-def objective_of(sizes: Sequence[ModelSize], profile: Profile) -> Objective:
+def objective_of(sizes: Sequence[ModelSize], profile: Profile, tbt_steps: int = TBT_STEPS) -> Objective:
     step_s = max(profile.costs(size).step(1, CONTEXT_TYPICAL) for size in sizes)
-    return Objective(TTFT_STEPS * step_s, TBT_STEPS * step_s, PATIENCE_STEPS * step_s)
+    return Objective(TTFT_STEPS * step_s, tbt_steps * step_s, PATIENCE_STEPS * step_s)
 
 
 async def bench(policies: Sequence[str], duration_s: float) -> dict[str, Answer]:
@@ -433,11 +431,17 @@ def as_slow(profile: Profile, slower: float, prefill_slower: float | None = None
     return msgspec.structs.replace(profile, models=models)
 
 
-def off(said: Answer, made: Answer) -> dict[str, Any]:
+def off(said: Answer, made: Answer) -> dict[str, float]:
     points = 100 * (said.token_attainment - made.token_attainment)
     p50, p99 = _apart(said.ttft_p50_s, made.ttft_p50_s), _apart(said.ttft_p99_s, made.ttft_p99_s)
-    met = abs(points) <= POINTS and abs(p50) <= SHARE and abs(p99) <= SHARE
-    return {"points": round(points, 1), "ttft_p50": round(p50, 3), "ttft_p99": round(p99, 3), "met": met}
+    apart = {"points": round(points, 1), "ttft_p50": round(p50, 3), "ttft_p99": round(p99, 3)}
+    return apart | {"met": _near(apart)}
+
+
+def _near(apart: dict[str, float], part: float = 1.0) -> bool:
+    """Within so much of what is allowed."""
+    quantiles = max(abs(apart["ttft_p50"]), abs(apart["ttft_p99"]))
+    return abs(apart["points"]) <= part * POINTS and quantiles <= part * SHARE
 
 
 def _apart(said_s: float, made_s: float) -> float:
