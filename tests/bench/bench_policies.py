@@ -6,8 +6,8 @@ plays the node and the clients, and writes down when each token came. First the 
 another trace is served to see what a profile does not have in it: what the device's loop takes between two steps, and
 how much slower steps are beside a node and clients. Then the simulator says what will happen, and the trace is chosen
 by that. Where a little less time makes a large difference nobody can say: so the simulator is asked for steps 4.5 %
-shorter to 4.5 % longer, what it says is the median, and the trace is the densest of which it says the same of `slack`
-for all of these, and that `slack` serves so much more than the others.
+shorter to 4.5 % longer, what it says is the median, and of the traces in which `slack` is to serve so much more than
+the others it is the one of which, for all of these, most the same is said of `slack`.
 
 *Goodput*: requests per second whose first token and at least 95 % of whose tokens are on time.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import statistics
 import subprocess
@@ -53,7 +54,7 @@ from tests.bench.timing import load  # noqa: E402
 
 PROMPT_TOKENS, OUTPUT_TOKENS = (16, 256), (64, 640)  # least and most
 CV, SEED = 4.0, 1
-SEEDS = range(1, 9)  # of traces to choose from
+SEEDS = range(1, 13)  # of traces to choose from
 TTFT_STEPS, TBT_STEPS, PATIENCE_STEPS = 200, 10, 100  # objectives, in decode steps of one request
 DRAIN_S = 20.0  # after the last arrival
 ON_TIME = 0.95  # of its tokens, in a request that counts as good
@@ -66,7 +67,6 @@ ASKED = [policy for policy in POLICIES if policy != "dedicated"]
 POINTS, SHARE = 5.0, 0.2  # prediction: attainment within so many points, quantiles of TTFT within this part
 GAINS = {"request": 2.0, "aegaeon": 1.0}  # goodput of `slack` over theirs, at least
 SAID = 1.2  # of that, by the simulator
-SURE = 0.75  # of what a prediction may be off it may itself say, for other times of the steps
 WAIT_S = 120.0
 
 
@@ -160,23 +160,24 @@ def asking(share: float, sizes: Sequence[ModelSize], profile: Profile, duration_
     return workload(sizes, share / alone_s, duration_s, **drawn)
 
 
-def telling(
+def surest(
     sizes: Sequence[ModelSize], profile: Profile, objective: Objective, duration_s: float, policies: Sequence[str]
 ) -> tuple[int, Workload]:
-    """The densest trace of those that say something, and its seed. Raises SystemExit where none does."""
-    traces = [(seed, asking(share, sizes, profile, duration_s, seed=seed)) for seed in SEEDS for share in LOADS]
+    """The trace, and its seed, of which most the same is said of `slack`, of those that it bears and where it gains.
+    Raises SystemExit where there are none."""
     others = [policy for policy in policies if policy in GAINS]
-    for seed, work in sorted(traces, key=lambda trace: -len(trace[1].at_s)):
+    found: list[tuple[float, int, Workload]] = []
+    for seed, share in itertools.product(SEEDS, LOADS):
+        work = asking(share, sizes, profile, duration_s, seed=seed)
         said = predicted(work, profile, "slack", objective)
         if borne(said) and all(
             said.goodput >= SAID * GAINS[other] * predicted(work, profile, other, objective).goodput for other in others
         ):
-            if sure(foretold(work, profile, "slack", objective)):
-                return seed, work
-    raise SystemExit(
-        f"of {len(traces)} traces of {duration_s:.0f} s there is none of which the simulator is sure and says so much: "
-        "try again when the machine is as fast as it usually is, or with more --minutes"
-    )
+            found.append((doubt(foretold(work, profile, "slack", objective)), seed, work))
+    if not found:
+        raise SystemExit(f"`slack` is said to gain as much in no trace of {duration_s:.0f} s: try more --minutes")
+    _, seed, work = min(found, key=lambda each: each[0])
+    return seed, work
 
 
 def foretold(work: Workload, profile: Profile, policy: str, objective: Objective) -> list[Answer]:
@@ -193,8 +194,10 @@ def borne(said: Answer) -> bool:
     return min(said.token_attainment, said.first_token_attainment) >= CAPACITY
 
 
-def sure(answers: Sequence[Answer]) -> bool:
-    return all(_near(off(median(answers), answer), SURE) for answer in answers)
+def doubt(answers: Sequence[Answer]) -> float:
+    """The most that one of them is beside the others, as a part of what a prediction may be off."""
+    said = median(answers)
+    return max(_part(off(said, answer)) for answer in answers)
 
 
 # ── the node's end ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -376,8 +379,9 @@ async def bench(policies: Sequence[str], duration_s: float) -> dict[str, Answer]
         objective = objective_of(sizes, profile)
         costs = {size.name: msgspec.to_builtins(profile.costs(size)) for size in sizes[: len(SHAPES)]}
         show({"objective": msgspec.to_builtins(objective), "costs": costs})
-        seed, work = telling(sizes, profile, objective, duration_s, policies)
+        seed, work = surest(sizes, profile, objective, duration_s, policies)
         show({"models": MODELS, "requests": len(work.at_s), "s": duration_s, "cv": CV, "seed": seed})
+        profile = as_seen(measured, await first_seen(node, measured, sizes))  # the machine is as fast as it is now
         said = {policy: foretold(work, profile, policy, objective) for policy in policies}
         for policy in policies:
             told = {"predicted": msgspec.to_builtins(median(said[policy])), "range": ranges(said[policy])}
@@ -435,13 +439,12 @@ def off(said: Answer, made: Answer) -> dict[str, float]:
     points = 100 * (said.token_attainment - made.token_attainment)
     p50, p99 = _apart(said.ttft_p50_s, made.ttft_p50_s), _apart(said.ttft_p99_s, made.ttft_p99_s)
     apart = {"points": round(points, 1), "ttft_p50": round(p50, 3), "ttft_p99": round(p99, 3)}
-    return apart | {"met": _near(apart)}
+    return apart | {"met": _part(apart) <= 1}
 
 
-def _near(apart: dict[str, float], part: float = 1.0) -> bool:
-    """Within so much of what is allowed."""
-    quantiles = max(abs(apart["ttft_p50"]), abs(apart["ttft_p99"]))
-    return abs(apart["points"]) <= part * POINTS and quantiles <= part * SHARE
+def _part(apart: dict[str, float]) -> float:
+    """Of what is allowed."""
+    return max(abs(apart["points"]) / POINTS, abs(apart["ttft_p50"]) / SHARE, abs(apart["ttft_p99"]) / SHARE)
 
 
 def _apart(said_s: float, made_s: float) -> float:
