@@ -4,11 +4,12 @@
 devices like its A10; requests go to the freest device, with migration and without, and in turns. `bursts`: the same
 model as that paper scales it (6.5: lengths L-L, 2 requests/s in bursts, 1 to 16 devices), each line one band of
 freeness, so that GPU-hours can be compared at equal P99 of the first token; once more with devices that join at once,
-which no forecast can beat, and with one device at most that leaves at a time, as in the paper. What no fleet can save:
-the hours of devices that are full all the time of what the running requests hold, and of as few whole devices as hold
-that in each second, without any that joins, leaves or is in reserve. `scale`: that under a load that
-rises and falls, M-M, 2 to 24 devices. `fleet`: many models asked like ServeGen's clients, 11 on each H100, on their
-devices, moving between them, scaling, and in turns. `decisions`: what one costs with 256 devices, in one core's time.
+which no forecast can beat, with one device at most that leaves at a time, as in the paper, and with requests that go to
+devices in turns. What no fleet can save: the hours of devices that are full all the time of what the running requests
+hold, and of as few whole devices as hold that in each second, without any that joins, leaves or is in reserve. `scale`:
+that under a load that rises and falls, M-M, 2 to 24 devices. `fleet`: many models asked like ServeGen's clients, 11 on
+each H100, on their devices, moving between them, scaling, in turns, and moving between half as many devices.
+`decisions`: what one costs with 256 devices, in one core's time.
 
 Ratios are of the same seed, in the median [least, most]. Every simulation is kept in build/ for as long as the
 simulated code stays the same: what is ended goes on later.
@@ -176,12 +177,14 @@ SCALES: dict[str, tuple[Rules, float, int | None]] = {  # what a device takes to
     "moving, at once": (MOVING, 0.0, None),
     "freest, one leaves": (ONE_BY_ONE, JOIN_S, 1),
     "moving, one leaves": (MOVING, JOIN_S, 1),
+    "in turns": (ONE_BY_ONE, JOIN_S, None),
 }
 COMPARED = (
     ("moving", "freest"),
     ("moving, at once", "freest"),
     ("moving, one leaves", "freest, one leaves"),
     ("moving", "freest, one leaves"),
+    ("moving", "in turns"),
 )
 LONG = np.array((8.0, 55, 582, 3113, 5166, 6144))  # tokens
 BURSTS, BURST_RATE, BURST_CV = 5000, 2.0, 2.0
@@ -207,7 +210,8 @@ def _scale(run: Run) -> Result:
 def _scaled(run: Run, workload: Workload, band: Band, devices: int) -> World:
     rules, join_s, leaving_most = SCALES[run.variant]
     rules = msgspec.structs.replace(rules, band=msgspec.structs.replace(band, leaving_most=leaving_most))
-    return World(workload, A10, Resident, Freest(), devices, OBJECTIVE, rules=rules, join_s=join_s)
+    dispatch: Dispatch = InTurns() if run.variant == "in turns" else Freest()
+    return World(workload, A10, Resident, dispatch, devices, OBJECTIVE, rules=rules, join_s=join_s)
 
 
 # ── many models ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -219,7 +223,9 @@ FLEETS: dict[str, Callable[[int], Changes]] = {
     "scaling": lambda gpus: Changes(scale=(gpus // 8, gpus)),
     "scaling, moving": lambda gpus: Changes(migrate=True, scale=(gpus // 8, gpus)),
     "in turns": lambda gpus: Changes(dispatch="in-turns"),
+    "moving, fewer": lambda gpus: Changes(migrate=True),
 }
+FEWER = {"moving, fewer": 0.5}  # of the GPUs
 
 
 @cache
@@ -233,7 +239,8 @@ def _fleet(run: Run) -> Result:
     gpus = int(run.point)
     h100 = load_profile((ROOT / "deploy" / "profiles" / "h100.json").read_bytes(), "h100.json")
     workload = _clients()(round(gpus * PER_GPU), run.seed)
-    return simulate(workload, h100, "slack", gpus, OBJECTIVE, changes=FLEETS[run.variant](gpus))
+    there = round(gpus * FEWER.get(run.variant, 1.0))
+    return simulate(workload, h100, "slack", there, OBJECTIVE, changes=FLEETS[run.variant](there))
 
 
 VARIANTS: dict[str, Sequence[str]] = {
