@@ -321,7 +321,7 @@ class Device:
     def _make(self, spec: EngineSpec) -> Event:
         model = ModelKey(spec.key)
         self._send_state(Use.PLATFORM)  # a build takes long: say that it began
-        began = self._clock()
+        began, self._stepping.builds = self._clock(), True
         try:
             engine = self._build(spec, partial(self._stepping.read, model, began))
             took_s = self._clock() - began
@@ -329,6 +329,7 @@ class Device:
         except Exception as error:
             return BuildFailed(model, _reason("device.build_failed", model, error))
         finally:
+            self._stepping.builds = False
             self._stepping.end_reading()
             self._note("build", model, began)
         self._engines[model] = engine
@@ -449,7 +450,10 @@ class Device:
         assert used == booked, f"the pool counts {used} pages in use, and the models hold {booked}"
         self._send_state()
         tick_at = self.instance.next_tick()
-        self._pipe.wait(None if tick_at is None else tick_at - self._clock())
+        wait_s = None if tick_at is None else tick_at - self._clock()
+        if len(self.instance.requests):  # who waits for these wants to know that it lives
+            wait_s = STATE_PERIOD_S if wait_s is None else min(wait_s, STATE_PERIOD_S)
+        self._pipe.wait(wait_s)
 
 
 def _unknown(spec: EngineSpec) -> ModelCosts:

@@ -27,7 +27,7 @@ from runtime.peers import Peers, name_of
 from runtime.ring import Ring
 from runtime.shares import may_take
 from runtime.spans import Spans
-from runtime.stepping import Stepping
+from runtime.stepping import Stepping, Watchdog
 from runtime.transport import Door
 from runtime.views import Views
 from store import grants, observe, signs, tracing, wire
@@ -82,6 +82,7 @@ class Node:
         self._lease_due = asyncio.Event()
         self._stepping_fd = Stepping.create()
         self._stepping = Stepping(self._stepping_fd)
+        self._watchdog = Watchdog(self._stepping, settings.hang_s)
         self._host_cache = settings.host_cache_fd  # outlives the device process, and so do the images in it
         if self._host_cache < 0:
             self._host_cache = os.memfd_create("staccato-host-cache")
@@ -111,7 +112,7 @@ class Node:
         await self._bus.watch(wire.LEASES, self._peer_changed)
         await self._bus.watch(wire.PLACES, self._places_changed)
         await self._bus.watch(wire.MODELS, self._spec_changed)
-        jobs = (self._keep_device, self._keep_lease, self._keep_heartbeat, self._watch_steps, self._give_signs)
+        jobs = (self._keep_device, self._keep_lease, self._keep_heartbeat, self._watch_device, self._give_signs)
         tasks = [asyncio.create_task(job()) for job in jobs]
         stopped = asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -434,6 +435,7 @@ class Node:
         )
 
     async def _from_device(self, message: pipe.ToNode, device: pipe.NodeEnd) -> None:
+        self._watchdog.heard()
         match message:
             case pipe.Ready(engine, life):
                 self._engine, self._device, self.life = engine, device, life
@@ -503,17 +505,15 @@ class Node:
         """Ready when the device process is: that every model sleeps is no matter."""
         await signs.give(lambda: self._bus.connected and self._device is not None)
 
-    async def _watch_steps(self) -> None:
-        """A step that never ends is ended with its process."""
+    async def _watch_device(self) -> None:
+        """One that hangs is ended."""
         while True:
-            await asyncio.sleep(min(1.0, self._settings.hang_s / 4))
-            stepped = self._stepping.under_way()
-            process = self._process
-            if stepped and process and process.returncode is None:
-                model, since = stepped
-                if time.monotonic() - since > self._settings.hang_s:
-                    log.error("node.device_hangs", model=model, hang_s=self._settings.hang_s)
-                    process.kill()
+            await asyncio.sleep(self._watchdog.period_s)
+            waited_for = self._device is not None and any(each.streams for each in self._gateways.values())
+            reason, process = self._watchdog.look(waited_for, time.monotonic()), self._process
+            if reason and process and process.returncode is None:
+                log.error("node.device_hangs", reason=reason)
+                process.kill()
 
     # ── leases and heartbeats ─────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,5 +1,5 @@
 """What the device is busy with, in memory that outlives its process: whose step it died in, and since when it hangs;
-and while it builds an engine and answers nobody, how much of the weights it has read."""
+and while it builds an engine and answers nobody, that it does and how much of the weights it has read."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _BEGAN = struct.Struct("<d")  # on the machine's monotonic clock, which all of i
 _KEY = struct.Struct("<H")  # bytes of the model's key, which follows
 _READING = struct.Struct("<QQd")  # bytes read, bytes of all (0: nothing is read), and since when; a key follows
 _READING_AT = 2048
+_BUILDS_AT = 4095  # a byte
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,15 @@ class Stepping:
             return None
         return self._key(_BEGAN.size), float(began)
 
+    @property
+    def builds(self) -> bool:
+        """An engine, which takes as long as it takes."""
+        return bool(self._map[_BUILDS_AT])
+
+    @builds.setter
+    def builds(self, builds: bool) -> None:
+        self._map[_BUILDS_AT] = builds
+
     def read(self, model: str, since: float, read_bytes: int, files_bytes: int) -> None:
         """So many bytes of the model's files so far."""
         if not self.reading or self.reading.model != model:
@@ -80,6 +90,7 @@ class Stepping:
         """Of a process that is gone."""
         self.end()
         self.end_reading()
+        self.builds = False
 
     def shown_in(self, models: Mapping[str, ModelState], leaving: Container[str]) -> dict[str, ModelState]:
         """What the device said last of those that stay, with how far the one is that it reads since then."""
@@ -101,3 +112,29 @@ class Stepping:
     def _key(self, at: int) -> str:
         (length,) = _KEY.unpack_from(self._map, at)
         return self._map[at + _KEY.size : at + _KEY.size + length].decode()
+
+
+class Watchdog:
+    """Sees that the device hangs: in a step, or wherever it is while somebody waits for what it says. Time in which the
+    watching process did not run itself does not count as silence."""
+
+    def __init__(self, stepping: Stepping, hang_s: float) -> None:
+        self.period_s = min(1.0, hang_s / 4)  # between two looks
+        self._stepping, self._hang_s = stepping, hang_s
+        self._silent_s = 0.0
+
+    def heard(self) -> None:
+        """Something of it."""
+        self._silent_s = 0.0
+
+    def look(self, waited_for: bool, now: float) -> str | None:
+        """Why it is to be ended. `waited_for`: it owes somebody something, and says so every second unless it hangs."""
+        step = self._stepping.under_way()
+        self._silent_s += self.period_s
+        if not waited_for or self._stepping.builds:
+            self._silent_s = 0.0
+        if step and now - step[1] > self._hang_s:
+            return f"a step of {step[0]} takes more than {self._hang_s:g} s"
+        if self._silent_s > self._hang_s:
+            return f"it has said nothing for {self._hang_s:g} s"
+        return None

@@ -27,7 +27,7 @@ FIELDS = frozenset(
         *("attempt", "bucket", "database", "deployment", "engine", "gateway", "model", "move", "name", "request"),
         *("revision", "runtime", "subject", "target", "tenant", "user"),
         # how many, how long, where it stands
-        *("after_s", "blocks", "bytes", "calls", "first", "hang_s", "in_s", "last", "messages", "of"),
+        *("after_s", "blocks", "bytes", "calls", "first", "in_s", "last", "messages", "of"),
         *("output_tokens", "pages", "parcels", "period", "pieces", "requests", "restart_in_s", "retry_in_s"),
         *("revisions", "runtimes", "silent_s", "streams", "term", "tokens", "took_ms", "tries", "weights_pages"),
         # what came of it

@@ -152,6 +152,17 @@ async def test_one_of_two_devices_that_dies_costs_no_stream(tmp_path_factory: py
         await fleet.booked(fleet.tokens)
 
 
+async def test_devices_that_froze_while_they_rested_cost_no_stream(fleet: Fleet) -> None:
+    """SIGSTOP of all of them, in no step: they are missed when somebody waits for them."""
+    undisturbed = await fleet.undisturbed(EACH)
+    for device in (frozen := fleet.platform.children("runtime.device")):
+        device.suspend()
+    assert len(frozen) == RUNTIMES
+    assert await fleet.streams(EACH) == undisturbed
+    await fleet.ready()
+    await fleet.booked(fleet.tokens)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 async def test_a_frozen_device_or_runtime_costs_no_stream(fleet: Fleet) -> None:

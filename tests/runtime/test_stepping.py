@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from runtime.stepping import Reading, Stepping
+from runtime.stepping import Reading, Stepping, Watchdog
 from store.wire import ModelState, Residency
 from tests.conftest import ROOT
 
@@ -64,3 +64,31 @@ def test_steps_and_reading_do_not_write_over_each_other() -> None:
     stepping.begin("n" * 500, 3.0)
     assert stepping.under_way() == ("n" * 500, 3.0)
     assert stepping.reading == Reading("m" * 500, 1, 2, 1.0)
+
+
+def looks(watchdog: Watchdog, count: int, waited_for: bool = True) -> list[str | None]:
+    return [watchdog.look(waited_for, 0.0) for _ in range(count)]
+
+
+def test_a_device_that_is_silent_while_somebody_waits_hangs() -> None:
+    stepping = Stepping(Stepping.create())
+    watchdog = Watchdog(stepping, hang_s=8.0)
+    assert looks(watchdog, 8) == [None] * 8
+    watchdog.heard()
+    assert looks(watchdog, 9) == [None] * 8 + ["it has said nothing for 8 s"]
+    watchdog.heard()
+    assert looks(watchdog, 20, waited_for=False) == [None] * 20
+    stepping.builds = True
+    assert looks(watchdog, 20) == [None] * 20
+    stepping.clear()
+    assert looks(watchdog, 9)[-1] is not None
+
+
+def test_a_step_that_never_ends_hangs_whoever_waits() -> None:
+    stepping = Stepping(Stepping.create())
+    watchdog = Watchdog(stepping, hang_s=2.0)
+    stepping.begin("m", 10.0)
+    assert watchdog.look(False, 12.0) is None
+    assert watchdog.look(False, 12.1) == "a step of m takes more than 2 s"
+    stepping.end()
+    assert watchdog.look(False, 20.0) is None
