@@ -153,8 +153,13 @@ async def test_one_of_two_devices_that_dies_costs_no_stream(tmp_path_factory: py
 
 
 async def test_devices_that_froze_while_they_rested_cost_no_stream(fleet: Fleet) -> None:
-    """SIGSTOP of all of them, in no step: they are missed when somebody waits for them."""
+    """SIGSTOP of all of them, in no step and no build: they are missed when somebody waits for them."""
     undisturbed = await fleet.undisturbed(EACH)
+    async with asyncio.timeout(60):
+        while {"cold", "loading"} & {
+            model["residency"] for gpu in await fleet.gpus() for model in gpu["models"].values()
+        }:
+            await asyncio.sleep(0.3)
     for device in (frozen := fleet.platform.children("runtime.device")):
         device.suspend()
     assert len(frozen) == RUNTIMES
