@@ -7,14 +7,18 @@ freeness, so that GPU-hours can be compared at equal P99 of the first token; onc
 which no forecast can beat, with one device at most that leaves at a time, as in the paper, and with requests that go to
 devices in turns. What no fleet can save: the hours of devices that are full all the time of what the running requests
 hold, and of as few whole devices as hold that in each second, without any that joins, leaves or is in reserve. `scale`:
-that under a load that rises and falls, M-M, 2 to 24 devices. `fleet`: many models asked like ServeGen's clients, 11 on
+that under a load that rises and falls, M-M, 2 to 24 devices. `documents`: that where one request in ten brings a
+document that takes most of a device's memory, for which a fleet without moves must keep a device nearly empty.
+`conversation`: that with the requests of a public trace of long conversations, Mooncake's, at three speeds for three
+seeds, and the same model on devices like an H100. `fleet`: many models asked like ServeGen's clients, 11 on
 each H100, on their devices, moving between them, scaling, in turns, and moving between half as many devices.
 `decisions`: what one costs with 256 devices, in one core's time.
 
 Ratios are of the same seed, in the median [least, most]. Every simulation is kept in build/ for as long as the
 simulated code stays the same: what is ended goes on later.
 
-`python tests/bench/bench_fleet.py [--parts moves,bursts,scale,fleet,decisions] [--seeds 3] [--gpus 32]`;
+`python tests/bench/bench_fleet.py [--parts moves,bursts,scale,documents,conversation,fleet,decisions] [--seeds 3]
+[--gpus 32]`;
 STACCATO_TRACES names the folder of traces, and 256 GPUs take an hour.
 """
 
@@ -26,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from math import log
 from pathlib import Path
 from statistics import median
 
@@ -44,13 +49,14 @@ from runtime.policy.scaling import Band  # noqa: E402
 from runtime.request import ModelKey, Objective, Request, request_id  # noqa: E402
 from runtime.sim.capacity import processes  # noqa: E402
 from runtime.sim.fleet import Changes, simulate  # noqa: E402
-from runtime.sim.trace import Floats, read_lengths, read_windows  # noqa: E402
+from runtime.sim.trace import Floats, read_lengths, read_trace, read_windows  # noqa: E402
 from runtime.sim.workload import Distribution, Workload, log_quantiles, quantiles, servegen  # noqa: E402
 from runtime.sim.world import JOIN_S, Result, World  # noqa: E402
 from tests.bench.bench_capacity import TRACES, simulated_code  # noqa: E402
 
 RUNS = ROOT / "build" / "fleet-runs.jsonl"
-PARTS = ("moves", "bursts", "scale", "fleet", "decisions")
+PARTS = ("moves", "bursts", "scale", "documents", "conversation", "fleet", "decisions")
+TRACE_OF = {"conversation": "mooncake_conversation.csv.zst", "fleet": "servegen_clients_windows.parquet"}
 OBJECTIVE = Objective()
 
 
@@ -68,19 +74,18 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=32, help="of the part `fleet`")
     chosen = parser.parse_args()
     parts, seeds = chosen.parts.split(","), range(chosen.seeds)
-    points: dict[str, tuple[float, ...]] = {"moves": RATES, "bursts": LOWS, "scale": LOWS, "fleet": (chosen.gpus,)}
+    points: dict[str, tuple[float, ...]] = {"moves": RATES, "fleet": (chosen.gpus,)} | BANDS
     tables: dict[str, Callable[[Mapping[Run, Result], Sequence[float], Sequence[int]], None]] = {
         "moves": show_moves,
-        "bursts": partial(show_scale, "bursts"),
-        "scale": partial(show_scale, "scale"),
         "fleet": show_fleet,
     }
+    tables |= {part: partial(show_scale, part) for part in BANDS}
     for part in parts:
         if part == "decisions":
             show_decisions()
             continue
-        if part == "fleet" and not (TRACES / "servegen_clients_windows.parquet").exists():
-            print(f"fleet: left out, there are no traces in {TRACES}: set STACCATO_TRACES", file=sys.stderr)
+        if part in TRACE_OF and not (TRACES / TRACE_OF[part]).exists():
+            print(f"{part}: left out, there is no {TRACE_OF[part]} in {TRACES}: set STACCATO_TRACES", file=sys.stderr)
             continue
         runs = [
             Run(part, variant, point, seed) for seed in seeds for point in points[part] for variant in VARIANTS[part]
@@ -110,7 +115,7 @@ def _kept() -> list[tuple[str, Run, Result]]:
 
 
 def simulated(run: Run) -> Result:
-    return {"moves": _moves, "bursts": _bursts, "scale": _scale, "fleet": _fleet}[run.part](run)
+    return SIMULATED[run.part](run)
 
 
 # ── one model on many devices ─────────────────────────────────────────────────────────────────────────────────────────
@@ -150,9 +155,14 @@ MOVING = Rules(migrate=True, whole=False)
 
 
 def _one_model(at_s: Floats, rng: np.random.Generator, tokens: Distribution) -> Workload:
-    prompts, outputs = (np.clip(tokens(rng, len(at_s)), 2, 6144).astype(np.int32) for _ in range(2))
-    rate = len(at_s) / float(at_s[-1])
-    return Workload([LLAMA_7B], [rate], float(at_s[-1]) + 1, at_s, np.zeros(len(at_s), np.int32), prompts, outputs)
+    prompts, outputs = (np.clip(tokens(rng, len(at_s)), 2, 6144) for _ in range(2))
+    return _asked(at_s, prompts, outputs)
+
+
+def _asked(at_s: Floats, prompts: Floats, outputs: Floats) -> Workload:
+    rate, models = len(at_s) / float(at_s[-1]), np.zeros(len(at_s), np.int32)
+    prompt_tokens, output_tokens = prompts.astype(np.int32), outputs.astype(np.int32)
+    return Workload([LLAMA_7B], [rate], float(at_s[-1]) + 1, at_s, models, prompt_tokens, output_tokens)
 
 
 def _moves(run: Run) -> Result:
@@ -190,6 +200,17 @@ LONG = np.array((8.0, 55, 582, 3113, 5166, 6144))  # tokens
 BURSTS, BURST_RATE, BURST_CV = 5000, 2.0, 2.0
 FILLED_S = 300.0  # so long the empty fleet takes to have as much to do as later: the longest requests last for minutes
 SCALED_S, PERIOD_S = 1600.0, 800.0
+SHORT = np.array((8.0, 38, 109, 240, 400, 1000))  # tokens of the answers about documents and of those beside them
+DOCUMENT, DOCUMENTS = (8000.0, 11_500.0), 0.1  # tokens of a document; part of the requests that bring one
+ASKED, ASKED_RATE, ASKED_CV = 8000, 8.0, 2.0
+SPEEDS = (0.7, 1.0, 1.5)  # at which the conversations are asked, of that at which they were recorded
+CONVERSED_S = 1200.0
+BANDS = {  # low ends: those who wait for much room pay for themselves where devices are mostly free
+    "bursts": LOWS,
+    "scale": LOWS,
+    "documents": (120.0, 240.0, 320.0, 400.0, 480.0, 560.0, 640.0, 750.0),
+    "conversation": (1.0, 240.0, 500.0, 600.0, 650.0, 700.0, 750.0, 800.0, 850.0),
+}
 
 
 def _bursts(run: Run) -> Result:
@@ -207,11 +228,31 @@ def _scale(run: Run) -> Result:
     return _ended(_scaled(run, workload, Band(2, 24, run.point, run.point + WIDTH), 4))
 
 
-def _scaled(run: Run, workload: Workload, band: Band, devices: int) -> World:
+def _documents(run: Run) -> Result:
+    rng, shape = np.random.default_rng(run.seed), ASKED_CV**-2
+    at_s = np.cumsum(rng.gamma(shape, 1 / (ASKED_RATE * shape), ASKED))
+    prompts, outputs = quantiles(SHARES, MEDIUM)(rng, ASKED), quantiles(SHARES, SHORT)(rng, ASKED)
+    brings = rng.random(ASKED) < DOCUMENTS
+    prompts[brings] = np.exp(rng.uniform(log(DOCUMENT[0]), log(DOCUMENT[1]), int(brings.sum())))
+    workload = _asked(at_s, np.clip(prompts, 2, DOCUMENT[1]), np.clip(outputs, 2, SHORT[-1]))
+    return _ended(_scaled(run, workload, Band(1, 32, run.point, run.point + WIDTH), 8), FILLED_S)
+
+
+def _conversation(run: Run) -> Result:
+    trace, h100 = read_trace(TRACES / TRACE_OF["conversation"]), _h100()
+    at_s = trace.at_s / SPEEDS[run.seed % len(SPEEDS)]
+    asked, room = at_s < CONVERSED_S, (h100.memory_bytes - LLAMA_7B.weight_bytes) // LLAMA_7B.kv_bytes_per_token
+    prompts = np.clip(trace.prompt_tokens[asked].astype(float), 2, 0.9 * room)
+    outputs = np.clip(trace.output_tokens[asked].astype(float), 2, 0.95 * room - prompts)
+    workload = _asked(at_s[asked], prompts, outputs)
+    return _ended(_scaled(run, workload, Band(1, 32, run.point, run.point + WIDTH), 8, h100), 120.0)
+
+
+def _scaled(run: Run, workload: Workload, band: Band, devices: int, profile: Profile = A10) -> World:
     rules, join_s, leaving_most = SCALES[run.variant]
     rules = msgspec.structs.replace(rules, band=msgspec.structs.replace(band, leaving_most=leaving_most))
     dispatch: Dispatch = InTurns() if run.variant == "in turns" else Freest()
-    return World(workload, A10, Resident, dispatch, devices, OBJECTIVE, rules=rules, join_s=join_s)
+    return World(workload, profile, Resident, dispatch, devices, OBJECTIVE, rules=rules, join_s=join_s)
 
 
 # ── many models ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -229,6 +270,11 @@ FEWER = {"moving, fewer": 0.5}  # of the GPUs
 
 
 @cache
+def _h100() -> Profile:
+    return load_profile((ROOT / "deploy" / "profiles" / "h100.json").read_bytes(), "h100.json")
+
+
+@cache
 def _clients() -> Callable[[int, int], Workload]:
     windows = read_windows(TRACES / "servegen_clients_windows.parquet")
     lengths = read_lengths(TRACES / "servegen_clients_lengths.csv.zst")
@@ -237,17 +283,26 @@ def _clients() -> Callable[[int, int], Workload]:
 
 def _fleet(run: Run) -> Result:
     gpus = int(run.point)
-    h100 = load_profile((ROOT / "deploy" / "profiles" / "h100.json").read_bytes(), "h100.json")
     workload = _clients()(round(gpus * PER_GPU), run.seed)
     there = round(gpus * FEWER.get(run.variant, 1.0))
-    return simulate(workload, h100, "slack", there, OBJECTIVE, changes=FLEETS[run.variant](there))
+    return simulate(workload, _h100(), "slack", there, OBJECTIVE, changes=FLEETS[run.variant](there))
 
 
 VARIANTS: dict[str, Sequence[str]] = {
     "moves": ("in turns", "freest", "moving"),
     "bursts": tuple(SCALES),
     "scale": tuple(SCALES),
+    "documents": ("freest", "moving", "in turns"),
+    "conversation": ("freest", "moving", "in turns"),
     "fleet": tuple(FLEETS),
+}
+SIMULATED: dict[str, Callable[[Run], Result]] = {
+    "moves": _moves,
+    "bursts": _bursts,
+    "scale": _scale,
+    "documents": _documents,
+    "conversation": _conversation,
+    "fleet": _fleet,
 }
 
 # ── what is printed ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -267,12 +322,13 @@ def show_moves(results: Mapping[Run, Result], points: Sequence[float], seeds: Se
 
 
 def show_scale(part: str, results: Mapping[Run, Result], points: Sequence[float], seeds: Sequence[int]) -> None:
+    variants = VARIANTS[part]
     for low in points:
-        for variant in SCALES:
+        for variant in variants:
             _line(f"{part}, from {low:g}", variant, [results[Run(part, variant, low, seed)] for seed in seeds])
     least: dict[str, list[float]] = {
         name: [
-            min(getattr(results[Run(part, variant, low, seed)], name) for low in points for variant in SCALES)
+            min(getattr(results[Run(part, variant, low, seed)], name) for low in points for variant in variants)
             for seed in seeds
         ]
         for name in ("held_hours", "whole_hours")
@@ -283,15 +339,15 @@ def show_scale(part: str, results: Mapping[Run, Result], points: Sequence[float]
                 variant: [
                     _hours([results[Run(part, variant, low, seed)] for low in points], measure, limit) for seed in seeds
                 ]
-                for variant in SCALES
+                for variant in variants
             }
             for variant, other in COMPARED:
-                print(
-                    f"  GPU-hours saved at {name} of {limit:g}, {variant} over {other}: {_saved(hours, variant, other)}"
-                )
+                if variant in hours and other in hours:
+                    saved = _saved(hours, variant, other)
+                    print(f"  {part}: GPU-hours saved at {name} of {limit:g}, {variant} over {other}: {saved}")
             for bound in least:
                 most = _saved(hours | least, bound, "freest")
-                print(f"  no fleet can save more over freest at {name} of {limit:g}, {bound}: {most}")
+                print(f"  {part}: no fleet can save more over freest at {name} of {limit:g}, {bound}: {most}")
 
 
 def _saved(hours: Mapping[str, Sequence[float]], variant: str, other: str) -> str:
@@ -312,7 +368,7 @@ def _hours(results: Sequence[Result], measure: Callable[[Result], float], limit:
 
 
 EQUAL: Sequence[tuple[str, Callable[[Result], float], Sequence[float]]] = (
-    ("a P99 in seconds", lambda result: result.ttft_p99_s, (2.5, 5.0, 10.0, 20.0, 40.0)),
+    ("a P99 in seconds", lambda result: result.ttft_p99_s, (2.5, 4.0, 5.0, 6.0, 8.0, 10.0, 20.0, 40.0)),
     ("a share of late tokens", lambda result: max(1e-6, 1 - result.token_attainment), (0.03, 0.02, 0.01)),
 )
 
@@ -342,7 +398,7 @@ def _range(values: Sequence[float]) -> str:
 
 def show_decisions() -> None:
     """Of 256 devices with 2,800 models; between two ticks all report, and 50 requests come."""
-    h100 = load_profile((ROOT / "deploy" / "profiles" / "h100.json").read_bytes(), "h100.json")
+    h100 = _h100()
     costs = {ModelKey(f"m{index}"): h100.costs(ModelSize("m", 16 * 10**9, 131_072, 8e9)) for index in range(2800)}
     for whole, dispatch in ((True, LeastLoaded()), (False, Freest())):
         cluster = Cluster(256, costs, Rules(migrate=True, whole=whole, band=Band(32, 512)))

@@ -172,12 +172,12 @@ class Choice:
 def surest(
     sizes: Sequence[ModelSize], profile: Profile, objective: Objective, duration_s: float, policies: Sequence[str]
 ) -> Choice:
-    """Raises SystemExit where it is sure of none."""
+    """The trace of which it is most so. Raises SystemExit where `slack` gains in none."""
     search = partial(surest_of, sizes, profile, objective, duration_s, policies)
     with processes() as each:
         found = [choice for choice in each(search, SEEDS) if choice is not None]
     if not found:
-        raise SystemExit(f"no trace of {duration_s:.0f} s can be foretold in which `slack` gains: try more --minutes")
+        raise SystemExit(f"`slack` is said to gain as much in no trace of {duration_s:.0f} s: try more --minutes")
     return min(found, key=lambda choice: choice.doubt)
 
 
@@ -199,13 +199,8 @@ def surest_of(
             for other in policies
             if other in GAINS
         ):
-            worst = 0.0
-            for policy in policies:
-                worst = max(worst, doubt(foretold(work, profile, policy, objective)))
-                if worst > 1:
-                    break
-            else:
-                found.append(Choice(worst, seed, share))
+            worst = max(doubt(foretold(work, profile, policy, objective)) for policy in policies)
+            found.append(Choice(worst, seed, share))
     return min(found, key=lambda choice: choice.doubt, default=None)
 
 
