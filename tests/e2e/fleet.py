@@ -211,9 +211,11 @@ class Fleet:
         return self.calm[each, tokens]
 
     async def past(self, tokens: int, streams: asyncio.Task[object]) -> bool:
-        """Returns when so many were delivered; false when the streams ended before."""
+        """Returns when so many were delivered; false when the streams ended before. Raises what they raised."""
         while self.tokens < tokens and not streams.done():
             await asyncio.sleep(0.005)
+        if streams.done():
+            streams.result()
         return not streams.done()
 
     async def booked(self, tokens: int) -> None:

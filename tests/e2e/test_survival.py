@@ -61,12 +61,13 @@ async def test_kill_of_any_runtime_at_any_token_costs_no_stream(fleet: Fleet) ->
 
 
 async def test_a_scheduler_that_is_killed_costs_nothing_and_is_back(fleet: Fleet) -> None:
-    undisturbed = await fleet.undisturbed(EACH)
-    before, total = fleet.tokens, TOKENS * len(undisturbed)
-    streams = asyncio.create_task(fleet.streams(EACH))
+    """Streams that last longer than two schedulers take to follow."""
+    undisturbed = await fleet.undisturbed(EACH, MANY_TOKENS)
+    before, total = fleet.tokens, MANY_TOKENS * len(undisturbed)
+    streams = asyncio.create_task(fleet.streams(EACH, tokens=MANY_TOKENS))
     leaders = [await fleet.scheduler()]
-    for share in (4, 2):
-        assert await fleet.past(before + total // share // 2, streams)
+    for share in (8, 4):
+        assert await fleet.past(before + total // share, streams)
         fleet.platform.child("runtime.scheduler").kill()
         async with asyncio.timeout(30):
             while (leader := await fleet.scheduler()) in (None, *leaders):
