@@ -342,7 +342,9 @@ class Migrations:
 
     def _forget(self, move: str) -> None:
         """It does not come. What was received of it is freed when the device says that it has landed."""
-        guest, device = self._guests.pop(move), self._host.device()
+        guest, device = self._guests.pop(move, None), self._host.device()
+        if guest is None:  # called off, or the device was lost, while it was asked
+            return
         if guest.arrival is not None:
             self._host.door.end(guest.arrival)
         if device is not None:
@@ -407,8 +409,11 @@ class Migrations:
 
     def device_lost(self) -> None:
         """The process is over: nothing reads or writes the host cache any more."""
+        lost = "the runtime lost its device process"
         for move, queue in self._going.items():
-            queue.put_nowait(pipe.NotMoving(move, "the runtime lost its device process"))
+            queue.put_nowait(pipe.NotMoving(move, lost))
+        for move, guest in self._guests.items():
+            guest.answers.put_nowait(pipe.Answered(move, lost))
         self._guests.clear()
         for arrival in self._arrivals.values():
             self.spawn(self._host.door.free(arrival))

@@ -326,6 +326,26 @@ async def test_an_offer_of_a_runtime_that_died_is_forgotten(nodes: Nodes) -> Non
     assert "not known here" in late.reason and not two.streams
 
 
+@pytest.mark.parametrize("step", [pipe.Coming, pipe.Take, pipe.Adopt])
+async def test_a_target_whose_device_dies_says_so_at_once(nodes: Nodes, step: type) -> None:
+    one, two = nodes
+    two.played.fault = (step, "dies")
+    began = time.monotonic()
+    with pytest.raises(NotMoved, match="the runtime lost its device process"):
+        await one.migrations.move("g", 5, "r2")
+    assert time.monotonic() - began < migrate_module.ANSWER_S
+
+
+async def test_an_offer_that_is_called_off_before_it_is_answered_is_refused(nodes: Nodes) -> None:
+    one, two = nodes
+    two.played.fault = (pipe.Coming, "silent")
+    offer = wire.Offer(move="m", source="r1", host_cache=two.host_cache_id, form=FORM, run=RUN, tokens=7)
+    answer = asyncio.create_task(two.migrations._offered(wire.encode(offer)))
+    await soon(lambda: two.played.got(pipe.Coming) == 1)
+    await one._bus.publish(wire.call_off_subject("r2"), wire.encode(wire.CallOff(move="m")))
+    assert (await answer).refusal is wire.Refusal.BUSY and two.played.got(pipe.NotComing) == 1
+
+
 async def test_a_move_that_is_broken_off_is_called_off(nodes: Nodes) -> None:
     one, two = nodes
     one.played.fault = (pipe.MoveOut, "silent")
