@@ -60,6 +60,7 @@ class Source:
     """The frames of one runtime, as far as they have come."""
 
     heard_at: float
+    needed_at: float  # some stream was its
     epoch: int = 0  # 0: not known yet
     next_seq: int = 0
     early: dict[int, Frame] = field(default_factory=dict)
@@ -98,7 +99,7 @@ class Relay:
     async def run(self, runtime: str, run: wire.Run, sink: Sink) -> None:
         """Ask `runtime` for the stream. Raises Refused, or BusError (NoAnswer: another runtime may be tried)."""
         stream = self._streams[run.stream] = Stream(run.stream, runtime, sink, next_at=len(run.made))
-        self._sources.setdefault(runtime, Source(time.monotonic()))
+        self._source(runtime)
         try:
             data = await self._bus.request(wire.run_subject(runtime), run, RUN_TIMEOUT_S)
             reply = wire.decode(wire.Reply, data)
@@ -131,7 +132,7 @@ class Relay:
 
     def _meet(self, stream: Stream, epoch: int, seq: int) -> None:
         """The first stream of an epoch comes with where its numbering stands: at the frame `seq`."""
-        source = self._sources.setdefault(stream.runtime, Source(time.monotonic()))
+        source = self._source(stream.runtime)
         source.heard_at = time.monotonic()
         stream.epoch = epoch
         if epoch < source.epoch:  # it was restarted since it said so
@@ -141,6 +142,10 @@ class Relay:
             self._drain(source)
         elif seq < source.lost:  # it was taken, and what it said went before we knew
             self._give_up([stream], f"frames up to {source.lost} were lost on the way")
+
+    def _source(self, runtime: str) -> Source:
+        now = time.monotonic()
+        return self._sources.setdefault(runtime, Source(now, now))
 
     def _begin_epoch(self, runtime: str, source: Source, epoch: int, next_seq: int) -> None:
         """The runtime is new to us, or was restarted: then what it was asked before is lost."""
@@ -157,7 +162,7 @@ class Relay:
                 self._disown(frame.runtime, frame.deltas)
                 return
             # A stream moved there: its old runtime will say where to begin.
-            source = self._sources[frame.runtime] = Source(time.monotonic())
+            source = self._source(frame.runtime)
         if frame.epoch < source.epoch:
             return
         source.heard_at = time.monotonic()
@@ -279,6 +284,7 @@ class Relay:
         while True:
             await asyncio.sleep(ALIVE_PERIOD_S)
             now = time.monotonic()
+            self._forget_idle(now)
             if not self._streams:
                 bus_seen_at = now
                 continue
@@ -308,6 +314,15 @@ class Relay:
                 del self._sources[runtime]
         for runtime in set(self._sources) - waited_on:
             self._sources[runtime].heard_at = now  # it has nothing to tell us
+
+    def _forget_idle(self, now: float) -> None:
+        """Where no stream is: whenever it is started anew, it may begin with any epoch, for clocks go back, too."""
+        needed = {stream.runtime for stream in self._streams.values()}
+        for runtime, source in list(self._sources.items()):
+            if runtime in needed:
+                source.needed_at = now
+            elif now - source.needed_at > SILENCE_S:
+                del self._sources[runtime]
 
     def _spawn(self, job: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(job)

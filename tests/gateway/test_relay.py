@@ -282,6 +282,17 @@ async def test_a_restarted_runtime_ends_its_old_streams_and_serves_new_ones(nats
         assert (old.tokens, new.tokens) == ([1], [5])
 
 
+async def test_a_runtime_whose_clock_went_back_while_it_was_away_serves_on(nats_server: NatsServer) -> None:
+    async with joined(nats_server) as (relay, runtime):
+        for stream, epoch in ((1, 5), (2, 3)):
+            runtime.epoch, runtime.ring = epoch, Ring()
+            heard = Heard()
+            await relay.run("r1", run(stream), heard)
+            await runtime.make(stream, 0, [7, epoch], Finish.STOP)
+            assert (await heard.until_end()).finish is Finish.STOP and heard.tokens == [7, epoch]
+            await soon(lambda: not relay._sources)
+
+
 async def test_cancel_reaches_the_runtime_and_nothing_more_is_delivered(nats_server: NatsServer) -> None:
     async with joined(nats_server) as (relay, runtime):
         heard = Heard()
