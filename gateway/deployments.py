@@ -242,6 +242,8 @@ async def _desire(call: Call, serving: Serving, state: str, op: str) -> Response
         everything = await deployments.everything(connection) if op == "sleep" else []
     if not any(other.desired_state == "awake" and key in _keys(other) for other in everything):
         reply = await serving.fleet.control(key, op)
+        if reply.refusal is wire.Refusal.MODEL_FAILED:
+            raise Problem(503, "model_failed", reply.reason, headers={"retry-after": "30"})
         if reply.refusal not in (None, wire.Refusal.UNKNOWN_MODEL):  # unknown: it loads when a runtime comes
             raise Problem(503, "runtime_refused", f"{reply.reason}: try again", headers={"retry-after": "2"})
     return _shown(deployment, serving, 202)

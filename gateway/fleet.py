@@ -161,16 +161,17 @@ class Fleet:
         return await self._bus.request(subject, message)
 
     async def control(self, key: str, op: str) -> wire.Reply:
-        """Ask every runtime that has the model to put it to sleep or wake it; the first refusal, or consent."""
-        runtimes = list(self.states(key))
-        if not runtimes:
-            return wire.Reply(refusal=wire.Refusal.UNKNOWN_MODEL, reason="no runtime has the model yet")
-        for id in runtimes:
+        """Ask every runtime that has the model to put it to sleep or wake it; the first refusal, or consent. Those that
+        can't load it do not count, unless none can."""
+        answer = wire.Reply(refusal=wire.Refusal.UNKNOWN_MODEL, reason="no runtime has the model yet")
+        for id in list(self.states(key)):
             try:
                 subject = wire.control_subject(id)
                 reply = wire.decode(wire.Reply, await self._bus.request(subject, wire.Control(model=key, op=op)))
             except BusError as error:
                 return wire.Reply(refusal=wire.Refusal.BUSY, reason=str(error))
-            if reply.refusal is not None:
+            if reply.refusal not in (None, wire.Refusal.MODEL_FAILED):
                 return reply
-        return wire.Reply()
+            if answer.refusal is not None:
+                answer = reply
+        return answer

@@ -73,6 +73,7 @@ class RuntimeSettings(BaseSettings):
     profile: Path | None = None  # of this machine's costs (`staccato profile`); without one they are guessed at first
     drain_s: float = 30.0  # after SIGTERM streams may end for so long, then other runtimes go on with them
     hang_s: float = 60.0  # longer no step takes, and no device is silent that is waited for: else its process is ended
+    build_hang_s: float = 900.0  # longer no build of an engine goes without having read more of the weights: likewise
     transport: Literal["tcp", "nixl"] = "tcp"  # for blocks from other hosts, and to those that say the same
     transport_bind: str = "127.0.0.1"  # address of this host on which blocks from other hosts are received
     transport_port: int = 0  # any

@@ -321,7 +321,8 @@ class Device:
     def _make(self, spec: EngineSpec) -> Event:
         model = ModelKey(spec.key)
         self._send_state(Use.PLATFORM)  # a build takes long: say that it began
-        began, self._stepping.builds = self._clock(), True
+        began = self._clock()
+        self._stepping.begin_build(model, began)
         try:
             engine = self._build(spec, partial(self._stepping.read, model, began))
             took_s = self._clock() - began
@@ -329,8 +330,7 @@ class Device:
         except Exception as error:
             return BuildFailed(model, _reason("device.build_failed", model, error))
         finally:
-            self._stepping.builds = False
-            self._stepping.end_reading()
+            self._stepping.end_build()
             self._note("build", model, began)
         self._engines[model] = engine
         self._pipe.send(Formed(spec.key, engine.kv_form))

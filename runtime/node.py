@@ -19,6 +19,7 @@ import structlog
 import uvloop
 
 from runtime import nixl, pipe
+from runtime.child import Child
 from runtime.config import RuntimeSettings
 from runtime.hosting import Hosting
 from runtime.memory.hostblocks import HostBlocks
@@ -27,7 +28,6 @@ from runtime.peers import Peers, name_of
 from runtime.ring import Ring
 from runtime.shares import may_take
 from runtime.spans import Spans
-from runtime.stepping import Stepping, Watchdog
 from runtime.transport import Door
 from runtime.views import Views
 from store import grants, observe, signs, tracing, wire
@@ -65,13 +65,13 @@ class Node:
         self.epoch = time.time_ns() // 1_000_000
         self._gateways: dict[str, Gateway] = {}
         self._hosting = Hosting(self.id)
-        self._hosted: dict[str, wire.EngineSpec] = {}  # what the device was told to host
+        self._hosted: dict[str, wire.EngineSpec] = {}
+        self._placed: dict[str, wire.EngineSpec] = {}  # what of it this device process was given
         self._leaving: dict[str, asyncio.Task[None]] = {}  # models: what it has of them goes on elsewhere
         self._state = pipe.State()
         self._law = settings.law
         self._forms: dict[str, wire.KvForm] = {}  # of the models whose engines are built
         self._device: pipe.NodeEnd | None = None
-        self._process: asyncio.subprocess.Process | None = None  # of the device, the last that was started
         self._engine, self.life = "", 0  # what the device process said of itself
         self._draining = False  # to end
         self._held = False  # draining, but not to end
@@ -80,15 +80,13 @@ class Node:
         self._role = settings.role
         self._term = 0  # of the scheduler that was heard last
         self._lease_due = asyncio.Event()
-        self._stepping_fd = Stepping.create()
-        self._stepping = Stepping(self._stepping_fd)
-        self._watchdog = Watchdog(self._stepping, settings.hang_s)
-        self._host_cache = settings.host_cache_fd  # outlives the device process, and so do the images in it
-        if self._host_cache < 0:
-            self._host_cache = os.memfd_create("staccato-host-cache")
-            os.ftruncate(self._host_cache, settings.host_cache)
-        self.host_cache_id = name_of(self._host_cache)
-        self.blocks = HostBlocks(self._host_cache)
+        host_cache = settings.host_cache_fd  # outlives the device process, and so do the images in it
+        if host_cache < 0:
+            host_cache = os.memfd_create("staccato-host-cache")
+            os.ftruncate(host_cache, settings.host_cache)
+        self._child = Child(settings, host_cache)
+        self.host_cache_id = name_of(host_cache)
+        self.blocks = HostBlocks(host_cache)
         self.door = Door(self.blocks, nixl.Agents() if settings.transport == "nixl" else None)
         self._migrations = Migrations(bus, self)
         self._peers = Peers(self.id, self.host_cache_id)
@@ -110,10 +108,12 @@ class Node:
         await self._bus.respond(wire.drain_subject(self.id), self._hold)
         await self._views.start(self._bus)
         await self._bus.watch(wire.LEASES, self._peer_changed)
+        self._begin_after(self._peers.lease(self.id))
         await self._bus.watch(wire.PLACES, self._places_changed)
         await self._bus.watch(wire.MODELS, self._spec_changed)
-        jobs = (self._keep_device, self._keep_lease, self._keep_heartbeat, self._watch_device, self._give_signs)
+        jobs = (self._keep_device, self._keep_lease, self._keep_heartbeat, self._give_signs)
         tasks = [asyncio.create_task(job()) for job in jobs]
+        tasks.append(asyncio.create_task(self._child.watch(self._waited_for)))
         stopped = asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
         await self._drain()
@@ -124,6 +124,10 @@ class Node:
             await self._bus.delete(wire.LEASES, self.id)
         for task in done - {stopped}:
             task.result()
+
+    def _begin_after(self, lease: wire.Lease | None) -> None:
+        """An epoch later than that of who had this name a moment ago, also if the clock went back since."""
+        self.epoch = max(self.epoch, lease.epoch + 1 if lease else 0)
 
     async def _drain(self) -> None:
         self._draining = True
@@ -164,7 +168,9 @@ class Node:
         if run.engine != self._engine:
             reason = f"runtime {self.id} runs {self._engine}, the request was written by {run.engine}"
             return wire.Reply(refusal=Refusal.ENGINE_VERSION, reason=reason)
-        if run.model not in self._hosted or run.model in self._leaving:
+        if reason := self._child.quarantine.reason(run.model, time.monotonic()):
+            return wire.Reply(refusal=Refusal.MODEL_FAILED, reason=reason)
+        if run.model not in self._placed or run.model in self._leaving:
             reason = f"runtime {self.id} does not host model {run.model}"
             return wire.Reply(refusal=Refusal.UNKNOWN_MODEL, reason=reason)
         if state and state.residency is Residency.FAILED:
@@ -203,12 +209,14 @@ class Node:
 
     async def _control(self, data: bytes) -> wire.Reply:
         control = wire.decode(wire.Control, data)
-        if control.model not in self._hosted:
-            return wire.Reply(refusal=Refusal.UNKNOWN_MODEL, reason=f"runtime {self.id} has no model {control.model}")
         if control.op not in ("sleep", "wake"):
             return wire.Reply(refusal=Refusal.BAD_MESSAGE, reason=f"no operation {control.op!r}: sleep or wake")
+        if reason := self._child.quarantine.reason(control.model, time.monotonic()):
+            return wire.Reply(refusal=Refusal.MODEL_FAILED, reason=reason) if control.op == "wake" else wire.Reply()
         if self._device is None:
             return wire.Reply(refusal=Refusal.BUSY, reason=f"runtime {self.id} is starting its device process")
+        if control.model not in self._placed:
+            return wire.Reply(refusal=Refusal.UNKNOWN_MODEL, reason=f"runtime {self.id} has no model {control.model}")
         self._device.send(pipe.Order(control.model, control.op == "wake"))
         return wire.Reply()
 
@@ -236,11 +244,21 @@ class Node:
             self._leaving.pop(key, None)  # it stays after all
             if spec != self._hosted.get(key):
                 self._hosted[key] = spec
-                if self._device:
-                    self._device.send(pipe.Place(spec))
+        self._place(now)
         for key in self._hosted.keys() - wanted.keys() - self._leaving.keys():
             self._leaving[key] = self._migrations.spawn(self._leave(key))
             self._lease_due.set()
+
+    def _place(self, now: float) -> None:
+        """Gives the device what it is to host and has not got: not yet what others try first, nor what would end it."""
+        if self._device is None:
+            return
+        for key, spec in self._hosted.items():
+            if self._placed.get(key) is spec or self._child.quarantine.reason(key, now):
+                continue
+            if key in self._placed or not self._hosting.waits(key, self._peers.states(key, now), now):
+                self._placed[key] = spec
+                self._device.send(pipe.Place(spec))
 
     async def _leave(self, model: str) -> None:
         """Its streams go on elsewhere, or end here; then it goes, unless it is to stay after all."""
@@ -257,7 +275,7 @@ class Node:
     def _withdraw(self, model: str) -> None:
         self._leaving.pop(model, None)
         del self._hosted[model]
-        if self._device:
+        if self._placed.pop(model, None) and self._device:
             self._device.send(pipe.Withdraw(model))
 
     # ── streams that move ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -387,66 +405,39 @@ class Node:
     async def _keep_device(self) -> None:
         while not self._draining:
             await self._serve_device()
-            self._device, self._state, self._forms = None, pipe.State(), {}
-            stepped = self._stepping.under_way()
-            self._stepping.clear()
+            stepped = self._child.autopsy(self._state.models)
+            self._device, self._state, self._forms, self._placed = None, pipe.State(), {}, {}
             self._migrations.device_lost()
             self._views.device_lost()
-            await self._lose_all("the runtime lost its device process", stepped and stepped[0])
+            await self._lose_all("the runtime lost its device process", stepped)
             if not self._draining:
                 log.error("node.device_lost", restart_in_s=RESTART_PAUSE_S)
                 await asyncio.sleep(RESTART_PAUSE_S)
 
     async def _serve_device(self) -> None:
         """Start the process and pass on what it says until it is gone."""
-        ours, theirs = pipe.pair()
-        with theirs:
-            process = self._process = await self._start_device(theirs.fileno())
-        device = await pipe.NodeEnd.open(ours)
+        device = await self._child.start()
         try:
             async for message in device.messages():
                 await self._from_device(message, device)
         finally:
             device.close()
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-            await process.wait()
-
-    async def _start_device(self, fd: int) -> asyncio.subprocess.Process:
-        settings = self._settings
-        environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "PYTHONUNBUFFERED": "1"}
-        began = pipe.Began(
-            pipe_fd=fd,
-            policy=settings.policy,
-            pool_bytes=int(settings.device_memory),
-            host_bytes=int(settings.host_cache),
-            host_fd=self._host_cache,
-            stepping_fd=self._stepping_fd,
-            journal=str(settings.journal / f"{self.id}.journal") if settings.journal else "",
-            profile=str(settings.profile or ""),
-            tensor_parallel=settings.tensor_parallel,
-            load_helpers=settings.load_helpers,
-        )
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "runtime.device", *began.arguments()),
-            env=environment,
-            pass_fds=[fd, self._host_cache, self._stepping_fd],
-        )
+            await self._child.end()
 
     async def _from_device(self, message: pipe.ToNode, device: pipe.NodeEnd) -> None:
-        self._watchdog.heard()
+        self._child.heard()
         match message:
             case pipe.Ready(engine, life):
                 self._engine, self._device, self.life = engine, device, life
-                for spec in self._hosted.values():
-                    device.send(pipe.Place(spec))
+                self._place(time.monotonic())
                 log.info("node.ready", engine=engine)
             case pipe.Made(deltas):
                 for gateway_id, made in deltas.items():
                     await self._publish(gateway_id, made)
             case pipe.State():
                 self._state = message
+                self._child.quarantine.heard(message.models)
+                self._hosting.trials.heard(message.models)
                 self._views.heard(message)
             case pipe.Passed() | pipe.Mapped():
                 self._views.heard(message)
@@ -505,15 +496,9 @@ class Node:
         """Ready when the device process is: that every model sleeps is no matter."""
         await signs.give(lambda: self._bus.connected and self._device is not None)
 
-    async def _watch_device(self) -> None:
-        """One that hangs is ended."""
-        while True:
-            await asyncio.sleep(self._watchdog.period_s)
-            waited_for = self._device is not None and any(each.streams for each in self._gateways.values())
-            reason, process = self._watchdog.look(waited_for, time.monotonic()), self._process
-            if reason and process and process.returncode is None:
-                log.error("node.device_hangs", reason=reason)
-                process.kill()
+    def _waited_for(self) -> bool:
+        """Somebody does, for what the device says."""
+        return self._device is not None and any(each.streams for each in self._gateways.values())
 
     # ── leases and heartbeats ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -526,6 +511,11 @@ class Node:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEASE_PERIOD_S):  # wait_for of Python 3.11 may swallow a cancellation
                     await self._lease_due.wait()
+
+    def _models(self) -> dict[str, wire.ModelState]:
+        """What others are to know of them."""
+        shown = self._child.stepping.shown_in(self._state.models, self._leaving)
+        return self._child.quarantine.shown_in(shown, self._hosted, time.monotonic())
 
     def _own_lease(self) -> wire.Lease:
         return wire.Lease(
@@ -543,7 +533,7 @@ class Node:
             page_bytes=self._state.page_bytes,
             pages_total=self._state.pages_total,
             pages_used=self._state.pages_used,
-            models=self._stepping.shown_in(self._state.models, self._leaving),
+            models=self._models(),
             attainment=self._state.attainment,
             accounts=self._state.accounts,
             wakes=self._state.wakes,

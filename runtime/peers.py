@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runtime.transport import is_loopback
 from store.bus import LEASE_TTL_S
-from store.wire import Lease, Residency, Role
+from store.wire import Lease, ModelState, Residency, Role
 
 
 class Peers:
@@ -31,6 +31,11 @@ class Peers:
     def there(self, now: float) -> list[str]:
         """Runtimes besides this one."""
         return [id for id, (_, at) in self._leases.items() if id != self._id and at > now - LEASE_TTL_S]
+
+    def states(self, model: str, now: float) -> dict[str, ModelState | None]:
+        """Of the model at those that are there and stay; None where it is not."""
+        leases = {id: self._leases[id][0] for id in self.there(now)}
+        return {id: lease.models.get(model) for id, lease in leases.items() if not lease.draining}
 
     def target(self, model: str, engine: str, now: float, decodes: bool = False) -> str | None:
         """A runtime that has the model: of those that decode, if there are, and of those that share our host cache, if

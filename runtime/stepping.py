@@ -1,5 +1,5 @@
 """What the device is busy with, in memory that outlives its process: whose step it died in, and since when it hangs;
-and while it builds an engine and answers nobody, that it does and how much of the weights it has read."""
+and while it builds an engine and answers nobody, which one and how much of the weights it has read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import msgspec
 
 from store.wire import ModelState, Residency
 
-_BYTES = 4096
-_BEGAN = struct.Struct("<d")  # on the machine's monotonic clock, which all of its processes share; 0: between steps
+_BYTES = 6144
+_BEGAN = struct.Struct("<d")  # on the machine's monotonic clock, which all of its processes share; 0: not now
 _KEY = struct.Struct("<H")  # bytes of the model's key, which follows
 _READING = struct.Struct("<QQd")  # bytes read, bytes of all (0: nothing is read), and since when; a key follows
-_READING_AT = 2048
-_BUILDS_AT = 4095  # a byte
+_STEP_AT, _READING_AT, _BUILD_AT = 0, 2048, 4096
 
 
 @dataclass(frozen=True)
@@ -48,38 +47,36 @@ class Stepping:
 
     def begin(self, model: str, now: float) -> None:
         if model != self._model:
-            self._write_key(_BEGAN.size, model)
+            self._write_key(_STEP_AT + _BEGAN.size, model)
             self._model = model
-        _BEGAN.pack_into(self._map, 0, now)
+        _BEGAN.pack_into(self._map, _STEP_AT, now)
 
     def end(self) -> None:
-        _BEGAN.pack_into(self._map, 0, 0.0)
+        _BEGAN.pack_into(self._map, _STEP_AT, 0.0)
 
     def under_way(self) -> tuple[str, float] | None:
         """The model that is stepped, and since when."""
-        (began,) = _BEGAN.unpack_from(self._map)
-        if not began:
-            return None
-        return self._key(_BEGAN.size), float(began)
+        return self._since(_STEP_AT)
+
+    def begin_build(self, model: str, now: float) -> None:
+        self._write_key(_BUILD_AT + _BEGAN.size, model)
+        _BEGAN.pack_into(self._map, _BUILD_AT, now)
+
+    def end_build(self) -> None:
+        _BEGAN.pack_into(self._map, _BUILD_AT, 0.0)
+        _READING.pack_into(self._map, _READING_AT, 0, 0, 0.0)
 
     @property
-    def builds(self) -> bool:
-        """An engine, which takes as long as it takes."""
-        return bool(self._map[_BUILDS_AT])
-
-    @builds.setter
-    def builds(self, builds: bool) -> None:
-        self._map[_BUILDS_AT] = builds
+    def building(self) -> tuple[str, float] | None:
+        """The model whose engine is built, and since when."""
+        return self._since(_BUILD_AT)
 
     def read(self, model: str, since: float, read_bytes: int, files_bytes: int) -> None:
         """So many bytes of the model's files so far."""
         if not self.reading or self.reading.model != model:
-            self.end_reading()
+            _READING.pack_into(self._map, _READING_AT, 0, 0, 0.0)
             self._write_key(_READING_AT + _READING.size, model)
         _READING.pack_into(self._map, _READING_AT, read_bytes, files_bytes, since)
-
-    def end_reading(self) -> None:
-        _READING.pack_into(self._map, _READING_AT, 0, 0, 0.0)
 
     @property
     def reading(self) -> Reading | None:
@@ -89,8 +86,7 @@ class Stepping:
     def clear(self) -> None:
         """Of a process that is gone."""
         self.end()
-        self.end_reading()
-        self.builds = False
+        self.end_build()
 
     def shown_in(self, models: Mapping[str, ModelState], leaving: Container[str]) -> dict[str, ModelState]:
         """What the device said last of those that stay, with how far the one is that it reads since then."""
@@ -104,6 +100,10 @@ class Stepping:
             )
         return shown
 
+    def _since(self, at: int) -> tuple[str, float] | None:
+        (began,) = _BEGAN.unpack_from(self._map, at)
+        return (self._key(at + _BEGAN.size), float(began)) if began else None
+
     def _write_key(self, at: int, model: str) -> None:
         key = model.encode()
         _KEY.pack_into(self._map, at, len(key))
@@ -115,13 +115,15 @@ class Stepping:
 
 
 class Watchdog:
-    """Sees that the device hangs: in a step, or wherever it is while somebody waits for what it says. Time in which the
-    watching process did not run itself does not count as silence."""
+    """Sees that the device hangs: in a step, in a build, or wherever it is while somebody waits for what it says. Time
+    in which the watching process did not run itself does not count as silence."""
 
-    def __init__(self, stepping: Stepping, hang_s: float) -> None:
+    def __init__(self, stepping: Stepping, hang_s: float, build_hang_s: float) -> None:
         self.period_s = min(1.0, hang_s / 4)  # between two looks
-        self._stepping, self._hang_s = stepping, hang_s
+        self._stepping, self._hang_s, self._build_hang_s = stepping, hang_s, build_hang_s
         self._silent_s = 0.0
+        self._build: tuple[tuple[str, float] | None, Reading | None] = (None, None)  # as it was last
+        self._build_still_s = 0.0  # since it was otherwise
 
     def heard(self) -> None:
         """Something of it."""
@@ -129,10 +131,13 @@ class Watchdog:
 
     def look(self, waited_for: bool, now: float) -> str | None:
         """Why it is to be ended. `waited_for`: it owes somebody something, and says so every second unless it hangs."""
-        step = self._stepping.under_way()
-        self._silent_s += self.period_s
-        if not waited_for or self._stepping.builds:
-            self._silent_s = 0.0
+        step, build = self._stepping.under_way(), self._stepping.building
+        self._silent_s = self._silent_s + self.period_s if waited_for and not build else 0.0
+        seen = (build, self._stepping.reading)
+        self._build_still_s = self._build_still_s + self.period_s if build and seen == self._build else 0.0
+        self._build = seen
+        if build and self._build_still_s > self._build_hang_s:
+            return f"the build of {build[0]} has come no further for {self._build_hang_s:g} s"
         if step and now - step[1] > self._hang_s:
             return f"a step of {step[0]} takes more than {self._hang_s:g} s"
         if self._silent_s > self._hang_s:

@@ -17,7 +17,7 @@ DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 # No clock, no chance, no I/O: the same file runs in production and in a simulator.
 PURE = re.compile(
-    r"runtime/(account|attainment|cluster|costs|course|estimate|events|instance|model|pages|placing|hosting|request|requests|ring|rooms|shares|timeline)\.py"
+    r"runtime/(account|attainment|cluster|costs|course|estimate|events|instance|model|pages|placing|hosting|request|requests|quarantine|ring|rooms|shares|timeline|trial)\.py"
     r"|runtime/(policy/\w+|engine/base|memory/index)\.py"
     r"|store/(wire|grants|series|views)\.py"
     r"|gateway/(allowance|canary|objectives|status)\.py"

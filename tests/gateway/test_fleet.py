@@ -6,6 +6,7 @@ import asyncio
 
 from gateway.fleet import COLDNESS, Coldness
 from store import wire
+from store.bus import Responder
 from store.wire import ModelState, Residency, Role
 from tests.conftest import soon
 from tests.gateway.plane import Plane
@@ -52,6 +53,28 @@ async def test_models_that_sleep_everywhere_spread_before_the_next_lease_says_so
 async def test_a_runtime_where_the_model_failed_is_not_chosen(plane: Plane) -> None:
     await plane.report({"m": ModelState(residency=Residency.FAILED, error="it can't be read")})
     assert plane.fleet.choose("m") is None
+
+
+async def test_a_model_is_woken_where_it_can_be_and_refused_where_no_runtime_can_load_it(plane: Plane) -> None:
+    replies = {"r1": wire.Refusal.MODEL_FAILED, "r2": None, "r3": wire.Refusal.MODEL_FAILED}
+    asked = []
+
+    def says(runtime: str) -> Responder:
+        async def answer(data: bytes) -> wire.Reply:
+            asked.append((runtime, wire.decode(wire.Control, data).op))
+            return wire.Reply(refusal=replies[runtime], reason="it ends the device")
+
+        return answer
+
+    for runtime in replies:
+        await plane.report({"m": ModelState(residency=Residency.STAGED)}, runtime)
+        await plane.bus.respond(wire.control_subject(runtime), says(runtime))
+    assert (await plane.fleet.control("m", "wake")).refusal is None
+    assert sorted(asked) == [("r1", "wake"), ("r2", "wake"), ("r3", "wake")]
+    replies["r2"] = wire.Refusal.MODEL_FAILED
+    assert (await plane.fleet.control("m", "wake")).refusal is wire.Refusal.MODEL_FAILED
+    replies["r2"] = wire.Refusal.BUSY
+    assert (await plane.fleet.control("m", "wake")).refusal is wire.Refusal.BUSY
 
 
 def test_every_residency_but_failed_has_its_coldness() -> None:

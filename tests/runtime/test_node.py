@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 from pydantic import ByteSize
 
+from runtime import pipe
 from runtime.config import RuntimeSettings
 from runtime.node import GATEWAY_SILENCE_S, Node
+from runtime.quarantine import PAUSE_S_FIRST
 from store import wire
 from store.bus import Bus, ended
 from store.settings import SettingsError, read
@@ -60,6 +62,17 @@ async def test_a_scheduler_of_an_earlier_term_is_not_obeyed(node: Node) -> None:
     refused = await told(4)
     assert refused.refusal is wire.Refusal.BUSY and "term 4 was replaced by that of term 5" in refused.reason
     assert (await told(6)).refusal is None
+
+
+async def test_who_is_started_anew_begins_a_later_epoch_whatever_the_clock_says(node: Node) -> None:
+    began = node.epoch
+    node._begin_after(node._peers.lease("r1"))
+    peer(node, "r1", epoch=began - 5)
+    node._begin_after(node._peers.lease("r1"))
+    assert node.epoch == began
+    peer(node, "r1", epoch=began + 3_600_000)
+    node._begin_after(node._peers.lease("r1"))
+    assert node.epoch == node._own_lease().epoch == began + 3_600_001
 
 
 async def test_the_least_urgent_and_of_these_the_shortest_move_first(node: Node) -> None:
@@ -210,3 +223,38 @@ async def test_streams_of_a_gateway_that_was_not_heard_for_long_are_told_to_be_l
         await ended(beating)
     assert [(delta.stream, delta.at, delta.finish) for delta in said] == [(1, 3, wire.Finish.LOST)]
     assert node.stream("g", 1) is None
+
+
+async def test_a_model_that_ends_the_device_process_when_it_is_loaded_is_not_given_to_it_for_a_while(
+    node: Node,
+) -> None:
+    resident = {"m": ModelState(residency=Residency.RESIDENT, load_ms=1.0)}
+
+    def dies(states: dict[str, ModelState], building: bool = False) -> str | None:
+        if building:
+            node._child.stepping.begin_build("m", 1.0)
+        else:
+            node._child.stepping.begin("m", 1.0)
+        return node._child.autopsy(states)
+
+    async def wake(model: str) -> wire.Reply:
+        return await node._control(wire.encode(wire.Control(model=model, op="wake")))
+
+    ours, theirs = pipe.pair()
+    device = pipe.DeviceEnd(theirs)
+    for key in ("m", "n"):
+        node._spec_changed(key, wire.encode(wire.replace(limited(), key=key, replicas=0)))
+    assert all(dies(resident) == "m" for _ in range(9)), "its requests are suspects, and it is not"
+    assert (dies({}), dies({}, building=True), dies({})) == ("m", None, "m")
+    node._device = await pipe.NodeEnd.open(ours)
+    await node._from_device(pipe.Ready("e", 7), node._device)
+    assert [command.spec.key for command in device.receive() if isinstance(command, pipe.Place)] == ["n"]
+    shown, refused = node._own_lease().models["m"], node.refusal(run(1))
+    assert shown.residency is Residency.FAILED and refused is not None
+    assert refused.refusal is wire.Refusal.MODEL_FAILED and refused.reason == shown.error
+    assert (await wake("m")).refusal is wire.Refusal.MODEL_FAILED and not (await wake("n")).refusal
+    node._place(time.monotonic() + PAUSE_S_FIRST)
+    assert [command.spec.key for command in device.receive() if isinstance(command, pipe.Place)] == ["m"]
+    node._device.close()
+    theirs.close()
+    await asyncio.sleep(0)  # the other end is closed by the loop

@@ -66,19 +66,30 @@ def test_steps_and_reading_do_not_write_over_each_other() -> None:
     assert stepping.reading == Reading("m" * 500, 1, 2, 1.0)
 
 
+def test_what_is_built_is_seen_beside_steps_and_reading() -> None:
+    stepping = Stepping(Stepping.create())
+    assert stepping.building is None
+    stepping.begin_build("b" * 500, 4.0)
+    stepping.begin("n" * 500, 3.0)
+    stepping.read("m" * 500, 1.0, 1, 2)
+    assert stepping.building == ("b" * 500, 4.0) and stepping.under_way() == ("n" * 500, 3.0)
+    stepping.end_build()
+    assert stepping.building is None and stepping.reading is None and stepping.under_way() is not None
+
+
 def looks(watchdog: Watchdog, count: int, waited_for: bool = True) -> list[str | None]:
     return [watchdog.look(waited_for, 0.0) for _ in range(count)]
 
 
 def test_a_device_that_is_silent_while_somebody_waits_hangs() -> None:
     stepping = Stepping(Stepping.create())
-    watchdog = Watchdog(stepping, hang_s=8.0)
+    watchdog = Watchdog(stepping, hang_s=8.0, build_hang_s=99.0)
     assert looks(watchdog, 8) == [None] * 8
     watchdog.heard()
     assert looks(watchdog, 9) == [None] * 8 + ["it has said nothing for 8 s"]
     watchdog.heard()
     assert looks(watchdog, 20, waited_for=False) == [None] * 20
-    stepping.builds = True
+    stepping.begin_build("m", 1.0)
     assert looks(watchdog, 20) == [None] * 20
     stepping.clear()
     assert looks(watchdog, 9)[-1] is not None
@@ -86,9 +97,24 @@ def test_a_device_that_is_silent_while_somebody_waits_hangs() -> None:
 
 def test_a_step_that_never_ends_hangs_whoever_waits() -> None:
     stepping = Stepping(Stepping.create())
-    watchdog = Watchdog(stepping, hang_s=2.0)
+    watchdog = Watchdog(stepping, hang_s=2.0, build_hang_s=99.0)
     stepping.begin("m", 10.0)
     assert watchdog.look(False, 12.0) is None
     assert watchdog.look(False, 12.1) == "a step of m takes more than 2 s"
     stepping.end()
     assert watchdog.look(False, 20.0) is None
+
+
+def test_a_build_hangs_when_it_neither_ends_nor_reads_and_whoever_waits() -> None:
+    stepping = Stepping(Stepping.create())
+    watchdog = Watchdog(stepping, hang_s=2.0, build_hang_s=5.0)
+    hangs = "the build of m has come no further for 5 s"
+    stepping.begin_build("m", 1.0)
+    assert looks(watchdog, 12, waited_for=False) == [None] * 11 + [hangs]
+    for read_bytes in range(4):  # slowly, but it reads
+        stepping.read("m", 1.0, read_bytes, 4)
+        assert looks(watchdog, 9) == [None] * 9
+    stepping.end_build()
+    stepping.begin_build("m", 9.0)  # the same again is another build
+    assert looks(watchdog, 11) == [None] * 11
+    assert looks(watchdog, 1) == [hangs]

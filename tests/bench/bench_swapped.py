@@ -1,0 +1,302 @@
+"""What does changing models between two tokens serve, beside vLLM servers that a front starts and stops?
+
+Ten models are asked in bursts through HTTP, the same trace for both. *Ours* is `staccato up` with one runtime whose
+pool holds two or three of the models. *Theirs* is the way of a model-swapping proxy: `vllm serve` for one model at a
+time (or for `--at-once` of them), each with the memory of our whole pool. Who waits longest says which model comes
+next, all that wait for it come along, and the server that goes takes no new requests and ends when its last one has.
+Goodput is requests per second whose first token and at least 95 % of whose tokens were on time. Both sides have the
+files in the page cache, and vLLM its caches warm.
+
+`python tests/bench/bench_swapped.py [--minutes 5] [--rate 0.8] [--at-once 1]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import httpx  # noqa: E402
+import numpy as np  # noqa: E402
+
+from runtime.attainment import Progress  # noqa: E402
+from runtime.request import Objective  # noqa: E402
+from runtime.sim.workload import base  # noqa: E402
+from tests.bench.timing import load  # noqa: E402
+from tests.bench.vllm_server import VllmServer  # noqa: E402
+
+MIB = 1 << 20
+MODELS, SHAPES = 10, ((256, 8), (384, 8), (512, 8))  # hidden width and layers, in turn
+POOL_MIB, CONTEXT = 192, 1024
+PROMPT_TOKENS, OUTPUT_TOKENS = (16, 256), (64, 640)  # least and most
+CV, SEED = 4.0, 1
+OBJECTIVE = Objective(ttft_s=2.0, tbt_s=0.1)
+ON_TIME, DRAIN_S = 0.95, 20.0
+GAIN = 5.0  # goodput over theirs, at least
+
+
+@dataclass(frozen=True)
+class Request:
+    at_s: float
+    model: str
+    prompt: list[int]
+    output_tokens: int
+
+
+@dataclass
+class Asked:
+    """What became of one."""
+
+    tokens: int
+    progress: Progress
+
+    @property
+    def good(self) -> bool:
+        kept = self.progress.sent - self.progress.late
+        return self.progress.sent > 0 and not self.progress.first_late and kept >= ON_TIME * self.tokens
+
+
+class Side(Protocol):
+    """Who serves."""
+
+    key: str
+
+    def serving(self, model: str) -> contextlib.AbstractAsyncContextManager[str]:
+        """The URL of who answers, for as long as the request takes."""
+
+
+def trace(rate: float, duration_s: float) -> list[Request]:
+    """`rate` is of all models together."""
+    drawn = base(MODELS, SEED, rate / MODELS, duration_s, cv=CV)
+    prompts, outputs = np.clip(drawn.prompt_tokens, *PROMPT_TOKENS), np.clip(drawn.output_tokens, *OUTPUT_TOKENS)
+    rows = zip(drawn.at_s, drawn.model, prompts, outputs, strict=True)
+    return [
+        Request(float(at_s), f"m{model}", [(7919 * n) % 256 + 2 for n in range(prompt)], int(output))
+        for at_s, model, prompt, output in rows
+    ]
+
+
+async def ask(client: httpx.AsyncClient, side: Side, request: Request, asked: Asked) -> None:
+    async with side.serving(request.model) as url:
+        body = {"model": request.model, "prompt": request.prompt, "max_tokens": request.output_tokens, "stream": True}
+        body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        headers = {"authorization": f"Bearer {side.key}"}
+        async with client.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line.startswith('data: {"'):
+                    tokens = json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"] or ()
+                    asked.progress.deliver(time.monotonic(), len(tokens), 0.0)
+
+
+async def serve(side: Side, requests: Sequence[Request], duration_s: float) -> dict[str, Any]:
+    """The whole trace, and what comes of it within DRAIN_S."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(timeout=None, limits=limits) as client:
+        began, all_asked, tasks = time.monotonic(), [], []
+        for request in requests:
+            await asyncio.sleep(began + request.at_s - time.monotonic())
+            progress = Progress(began + request.at_s, OBJECTIVE.ttft_s, OBJECTIVE.tbt_s)
+            all_asked.append(Asked(request.output_tokens, progress))
+            tasks.append(asyncio.create_task(ask(client, side, request, all_asked[-1])))
+        done, late = await asyncio.wait(tasks, timeout=began + duration_s + DRAIN_S - time.monotonic())
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        for task in done:
+            task.result()
+    ttfts = sorted(asked.progress.first_at - asked.progress.arrived_at for asked in all_asked)
+    tokens = sum(asked.tokens for asked in all_asked)
+    return {
+        "goodput": round(sum(asked.good for asked in all_asked) / duration_s, 4),
+        "good": round(sum(asked.good for asked in all_asked) / len(all_asked), 4),
+        "token_attainment": round(sum(a.progress.sent - a.progress.late for a in all_asked) / tokens, 4),
+        "ttft_p50_s": round(statistics.median_low(ttfts), 3),
+        "unfinished": len(late),
+        "load": load(),
+    }
+
+
+# ── ours ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Ours:
+    url: str
+    key: str
+
+    @contextlib.asynccontextmanager
+    async def serving(self, model: str) -> AsyncIterator[str]:
+        yield self.url
+
+
+@contextlib.contextmanager
+def ours(models: dict[str, Path], folder: Path) -> Any:
+    from tests.conftest import free_port
+    from tests.e2e.conftest import Platform
+
+    settings = {"STACCATO_THREADS": "1", "STACCATO_DEVICE_MEMORY": f"{POOL_MIB}MiB"}
+    platform = Platform(folder / "data", free_port(), settings)
+    slo = {"ttft_ms": round(1e3 * OBJECTIVE.ttft_s), "tbt_ms": round(1e3 * OBJECTIVE.tbt_s)}
+    try:
+        platform.start()
+        key = platform.tenant("acme")
+        for name, model in models.items():
+            platform.model(name, model)
+            deployed = platform.deploy("acme", name, max_model_len=CONTEXT, slo=slo)
+            assert deployed["status"]["phase"] in ("awake", "asleep"), deployed
+        yield Ours(platform.url, key)
+    finally:
+        platform.stop()
+
+
+# ── theirs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Swapping:
+    """A front that starts and stops servers, `at_once` of them at most."""
+
+    start: Callable[[str], VllmServer]  # returns when it is ready
+    at_once: int
+    key: str = "none"
+    servers: dict[str, VllmServer] = field(default_factory=dict)
+    open: dict[str, int] = field(default_factory=dict)  # requests that each server has
+    waiting: list[str] = field(default_factory=list)  # models of those that wait, the oldest first
+    starts: int = 0
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @contextlib.asynccontextmanager
+    async def serving(self, model: str) -> AsyncIterator[str]:
+        async with self.changed:
+            self.waiting.append(model)
+            self.changed.notify_all()
+            try:
+                while not self._may_go(model):
+                    await self.changed.wait()
+            finally:
+                self.waiting.remove(model)
+            self.open[model] += 1
+        try:
+            yield f"http://127.0.0.1:{self.servers[model].port}"
+        finally:
+            async with self.changed:
+                self.open[model] -= 1
+                self.changed.notify_all()
+
+    def _may_go(self, model: str) -> bool:
+        """Its server is there, and is not about to go for somebody who has waited longer."""
+        if model not in self.servers:
+            return False
+        first = self._next()
+        return first is None or model != self._leaving() or self.waiting.index(model) < self.waiting.index(first)
+
+    def _next(self) -> str | None:
+        """The model without a server that is waited for longest."""
+        return next((model for model in self.waiting if model not in self.servers), None)
+
+    def _leaving(self) -> str | None:
+        """The one that goes when another one is to come: that with the fewest requests; None where there is room."""
+        if len(self.servers) < self.at_once:
+            return None
+        return min(self.servers, key=lambda model: self.open[model])
+
+    async def swap(self) -> None:
+        """For ever: who is waited for gets a server when there is room or the one that leaves has no requests left."""
+        while True:
+            async with self.changed:
+                while (coming := self._next()) is None or self.open.get(self._leaving() or "", 0):
+                    await self.changed.wait()
+                leaving = self._leaving()
+                server = self.servers.pop(leaving) if leaving else None
+            if server:
+                await asyncio.to_thread(server.stop)
+            started = await asyncio.to_thread(self.start, coming)
+            async with self.changed:
+                self.starts += 1
+                self.servers[coming], self.open[coming] = started, 0
+                self.changed.notify_all()
+
+
+@contextlib.asynccontextmanager
+async def theirs(models: dict[str, Path], folder: Path, at_once: int) -> AsyncIterator[Swapping]:
+    def start(name: str) -> VllmServer:
+        server = VllmServer(models[name], name, folder / f"server-{name}", CONTEXT, POOL_MIB * MIB)
+        server.start()
+        return server
+
+    for name in models:
+        (folder / f"server-{name}").mkdir()
+    for name in list(models)[: len(SHAPES)]:  # its caches are warm
+        (await asyncio.to_thread(start, name)).stop()
+    swapping = Swapping(start, at_once)
+    task = asyncio.create_task(swapping.swap())
+    try:
+        yield swapping
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        for server in swapping.servers.values():
+            await asyncio.to_thread(server.stop)
+
+
+# ── the bench ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def written(folder: Path) -> dict[str, Path]:
+    from deploy.demo.random_weights import write_random
+
+    shapes = [SHAPES[n % len(SHAPES)] for n in range(MODELS)]
+    return {
+        f"m{n}": write_random(folder / f"m{n}", "llama", seed=n, hidden=hidden, layers=layers, context=CONTEXT)
+        for n, (hidden, layers) in enumerate(shapes)
+    }
+
+
+async def bench(requests: Sequence[Request], duration_s: float, at_once: int) -> tuple[float, float]:
+    with tempfile.TemporaryDirectory(prefix="staccato-bench-") as scratch:
+        models = written(Path(scratch))
+        with ours(models, Path(scratch)) as side:
+            made = await serve(side, requests, duration_s)
+        show({"side": "staccato", **made})
+        async with theirs(models, Path(scratch), at_once) as swapping:
+            began, before = time.monotonic(), swapping.starts
+            swapped = await serve(swapping, requests, duration_s)
+            starts = swapping.starts - before
+            seconds_each = (time.monotonic() - began) / max(1, starts)
+        show({"side": "swapped vllm servers", **swapped, "starts": starts, "s_per_start": round(seconds_each, 1)})
+    return made["goodput"], swapped["goodput"]
+
+
+def show(what: dict[str, Any]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--rate", type=float, default=0.8, help="requests a second")
+    parser.add_argument("--at-once", type=int, default=1, help="servers that may be up")
+    asked = parser.parse_args()
+    requests = trace(asked.rate, 60 * asked.minutes)
+    show({"requests": len(requests), "s": 60 * asked.minutes, "rate": asked.rate, "at_once": asked.at_once})
+    made, swapped = asyncio.run(bench(requests, 60 * asked.minutes, asked.at_once))
+    gain = made / swapped if swapped else float("inf")
+    show({"goodput_over_theirs": round(gain, 1)})
+    assert gain >= GAIN, f"{gain:.1f} times the goodput of swapped servers: {GAIN} is to reach"
+
+
+if __name__ == "__main__":
+    main()
