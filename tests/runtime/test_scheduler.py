@@ -198,9 +198,9 @@ class Two:
         self.orders.append(wire.decode(wire.Migrate, data))
         return wire.Reply(refusal=wire.Refusal.BUSY, reason="not now")  # so it is said again
 
-    def kill(self, number: int) -> None:
+    async def kill(self, number: int) -> None:
         """Without a word to anybody."""
-        self._tasks[1 + number].cancel()
+        await ended(self._tasks[1 + number])
 
     async def until_ordered(self, count: int, timeout_s: float = 20.0) -> None:
         async with asyncio.timeout(timeout_s):
@@ -234,7 +234,7 @@ async def test_of_two_schedulers_one_acts_and_the_other_follows_when_it_is_gone(
     leaders = [scheduler.leads for scheduler in two.all]
     assert sorted(leaders) == [False, True]
     assert {order.term for order in two.orders} == {two.all[leaders.index(True)]._term}
-    two.kill(leaders.index(True))
+    await two.kill(leaders.index(True))
     before = len(two.orders)
     await two.until_ordered(before + 3)  # the lead runs out, then the other has what it needs from the leases
     after = two.orders[-1]
