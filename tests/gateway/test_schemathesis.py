@@ -85,7 +85,6 @@ def described(url: str) -> Any:
 def limits(examples: int) -> settings:
     return settings(
         max_examples=examples,
-        deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink],

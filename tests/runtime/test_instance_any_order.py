@@ -171,7 +171,7 @@ class AnyOrderByShares(AnyOrderBySlack):
 
 TestAnyOrder, TestAnyOrderBySlack = AnyOrder.TestCase, AnyOrderBySlack.TestCase
 TestAnyOrderByShares = AnyOrderByShares.TestCase
-TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=50)
 TestAnyOrderBySlack.settings = TestAnyOrderByShares.settings = TestAnyOrder.settings
 
 
@@ -253,7 +253,7 @@ def crowds(draw: st.DrawFn) -> list[Client]:
     return clients
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(crowds(), st.integers(0, 6), st.integers(0, 2))
 def test_in_turns_each_request_gets_its_next_token_after_a_bounded_number_of_device_effects(
     clients: list[Client], spare: int, lag: int
@@ -277,7 +277,7 @@ def test_in_turns_each_request_gets_its_next_token_after_a_bounded_number_of_dev
         assert max(steps[asked.id] for asked in crowd.asked) <= steps_most, steps
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(crowds(), st.integers(0, 6))
 def test_a_segment_is_as_good_as_its_steps_one_by_one(clients: list[Client], spare: int) -> None:
     def served(segment: int) -> tuple[float, int, object]:
@@ -292,7 +292,7 @@ def test_a_segment_is_as_good_as_its_steps_one_by_one(clients: list[Client], spa
 LOST, PATIENT = Objective(0.0, 1.0, 0.0), Objective(4.0, 1.0, 100.0)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(crowds(), st.integers(0, 6), st.integers(0, 2))
 @example([Client("a", 8, LOST), Client("a", 8, PATIENT), Client("a", 8, PATIENT), Client("b", 8, PATIENT)], 0, 0)
 def test_by_slack_no_request_starves_for_long(clients: list[Client], spare: int, lag: int) -> None:
@@ -314,7 +314,7 @@ def test_by_slack_no_request_starves_for_long(clients: list[Client], spare: int,
 LATE = Objective(0.0, 1 / 64, 1e6)  # always late, and never given up
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(1, CLIENTS_MOST),
     st.sampled_from([0.5, 1.0, 3.0]),

@@ -140,7 +140,7 @@ class AnyOrderRecorded(test_instance_any_order.AnyOrder):
 
 for _policy in POLICIES:
     _recorded = type(f"AnyOrderRecorded_{_policy}", (AnyOrderRecorded,), {"policy": _policy})
-    _recorded.TestCase.settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
+    _recorded.TestCase.settings = settings(max_examples=10, stateful_step_count=40)
     globals()[f"TestAnyOrderRecorded_{_policy.replace('-', '_')}"] = _recorded.TestCase
 del _recorded
 
@@ -154,7 +154,7 @@ def test_all_that_was_asked_is_compared(day: bytes) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_one_decision_that_was_changed_is_found(data: st.DataObject) -> None:
     day = records(written())
     places = [place for place, record in enumerate(day) if isinstance(record, Answered)]
@@ -232,7 +232,7 @@ def day_of(secret: Secret) -> bytes:
 
 
 @given(SECRETS, SECRETS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_what_was_asked_and_said_changes_no_byte_of_the_file(one: Secret, other: Secret) -> None:
     assert day_of(one) == day_of(other)
 
@@ -256,7 +256,7 @@ def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
 
 
 @given(share=st.floats(0, 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_file_that_ends_anywhere_is_replayed_up_to_there(share: float) -> None:
     report = compare(records(written()[: int(len(written()) * share)]), SHORT)
     assert report.difference is None

@@ -14,7 +14,7 @@ from runtime.memory.native import Device, Operation, PoolError
 PAGE, PAGES = 1 << 16, 24
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(block_bytes=st.integers(1, 5 * PAGE // 512).map(lambda n: 512 * n), seed=st.integers(0, 2**32))
 def test_a_block_is_there_when_all_its_pages_are(block_bytes: int, seed: int) -> None:
     rng = random.Random(seed)

@@ -34,7 +34,7 @@ def jobs(most: int) -> st.SearchStrategy[list[Job]]:
     return made.map(lambda rows: [Job(RequestId(str(n)), *map(float, row)) for n, row in enumerate(rows)])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(jobs(most=7), st.integers(0, 12), st.integers(0, 5))
 def test_no_order_has_more_on_time(jobs: list[Job], now: int, running_s: int) -> None:
     dispatched, _ = on_time(jobs, now, running_s)

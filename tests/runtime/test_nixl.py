@@ -63,7 +63,7 @@ def said(door: Door, blocks: Sequence[int], form: KvForm) -> list[bytes]:
 
 
 @needs_nixl
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     block_bytes=st.sampled_from([4096, 5000, 262144, 500_000]),
     count=st.integers(1, 12),
@@ -86,7 +86,7 @@ def test_blocks_arrive_as_they_were(block_bytes: int, count: int, parcel_bytes: 
 
 
 @needs_nixl
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from(["cut", "flip", "stall"]),
     back=st.booleans(),

@@ -355,7 +355,7 @@ def under(policy: Callable[[], Turns]) -> type[TestCase]:
             self.world = World(10, {**SIZES, "huge": 9}, turns=policy())
 
     made: type[TestCase] = Under.TestCase
-    made.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)  # type: ignore[attr-defined]
+    made.settings = settings(max_examples=40, stateful_step_count=40)  # type: ignore[attr-defined]
     return made
 
 

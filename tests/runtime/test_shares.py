@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.account import Account
@@ -78,7 +78,6 @@ def test_those_over_have_their_part_of_the_device() -> None:
 STEPS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 10**6)), max_size=30)
 
 
-@settings(deadline=None)
 @given(STEPS)
 def test_all_that_steps_took_is_somebodys_and_nothing_else_is(steps: list[tuple[int, int, int]]) -> None:
     """Each step: so many requests that decode, prompts, and microseconds."""
@@ -110,7 +109,6 @@ class Served:
         self.shares.settle({name: us})
 
 
-@settings(deadline=None)
 @given(WEIGHTS, st.data())
 def test_however_it_is_chosen_nobody_is_far_from_its_share(weights: list[float], data: st.DataObject) -> None:
     """VTC's bound, for tenants that always want something: nobody is ahead of its share by more than it takes to be
@@ -148,7 +146,6 @@ def told(history: list[tuple[str, object]], names: str) -> tuple[Shares, set[int
     return shares, {names.index(name) for name in shares.over}
 
 
-@settings(deadline=None)
 @given(HISTORY)
 def test_balances_sum_to_nought_and_names_mean_nothing(history: list[tuple[str, object]]) -> None:
     shares, over = told(history, "abcd")
@@ -162,7 +159,6 @@ def test_balances_sum_to_nought_and_names_mean_nothing(history: list[tuple[str, 
     assert all(abs(balance) <= BALANCE_S_MOST for balance in balances(shares))
 
 
-@settings(deadline=None)
 @given(HISTORY, st.integers(0, 3), st.integers(0, S))
 def test_who_had_more_is_never_better_off(history: list[tuple[str, object]], who: int, more_us: int) -> None:
     name = "abcd"[who]

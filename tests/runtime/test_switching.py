@@ -172,14 +172,14 @@ class Run:
 
 
 # What fails is not made smaller: engines take seconds to build, and the seed says all.
-@settings(max_examples=EXAMPLES, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
 def test_requests_say_what_they_say_alone_whatever_is_parked_and_whatever_fails(world: World, seed: int) -> None:
     switch_about(world, seed)
 
 
 @pytest.mark.long
-@settings(max_examples=EXAMPLES_LONG, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES_LONG, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
 def test_the_same_through_a_thousand_switches(world: World, seed: int) -> None:
     switch_about(world, seed)

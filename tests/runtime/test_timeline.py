@@ -57,7 +57,7 @@ MARKS = st.lists(
 WINDOW = st.tuples(st.integers(-S, 200 * S), st.integers(0, 200 * S))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(MARKS, st.lists(st.integers(0, 80), max_size=4), WINDOW, st.integers(1, 60), st.integers(0, 9 * S))
 def test_whatever_is_shown_adds_up_to_the_time_that_it_covers(
     marks: list[tuple[int, Use, str]], cuts: list[int], window: tuple[int, int], most: int, later_us: int

@@ -51,7 +51,7 @@ async def opened(target: HostCache) -> AsyncIterator[Door]:
 # ── what arrives ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     block_bytes=st.sampled_from([4096, 5000, 65536, 262144, 500_000]),
     counts=st.lists(st.integers(0, 6), min_size=1, max_size=5),
@@ -95,7 +95,7 @@ async def test_within_a_host_numbers_are_passed_on_as_they_are() -> None:
 # ── what the network does ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     kind=st.sampled_from(["cut", "flip", "stall"]),
     back=st.booleans(),

@@ -11,12 +11,11 @@ from random import Random
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.sim.report import Span, attainment_svg, chrome_trace, colour, runs, timeline_svg
 
-any_speed = settings(deadline=None)
 SVG = "{http://www.w3.org/2000/svg}"
 
 names = st.text(max_size=12)
@@ -68,7 +67,6 @@ def said(root: ElementTree.Element) -> list[str]:
 # ── the trace ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@any_speed
 @given(spans_of_anything)
 def test_every_span_is_one_slice_of_its_gpu_and_slices_of_a_thread_follow_one_another(spans: list[Span]) -> None:
     events = msgspec.json.decode(chrome_trace(spans))["traceEvents"]
@@ -104,7 +102,6 @@ def test_gpus_and_lanes_are_named_for_the_viewer() -> None:
 # ── the timeline ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@any_speed
 @given(spans_of_anything)
 def test_a_timeline_of_any_spans_is_well_formed_and_names_every_model(spans: list[Span]) -> None:
     root = parsed(timeline_svg(spans, width=400))
@@ -120,7 +117,6 @@ def test_names_are_escaped() -> None:
     assert "<&>" in said(parsed(attainment_svg({"<&>": [(1.0, 0.5)]})))
 
 
-@any_speed
 @given(turns())
 def test_everybody_is_seen_for_as_long_as_they_had_the_lane(spans: list[Span]) -> None:
     lasted_s, cells = spans[-1].end_s, 400
@@ -149,7 +145,6 @@ def test_turns_far_shorter_than_a_cell_share_the_lane_as_they_did() -> None:
     assert seen == pytest.approx({"m0": 50, "m1": 30, "m2": 10}, abs=1.5)
 
 
-@any_speed
 @given(spans_of_anything, st.randoms(use_true_random=False))
 def test_the_order_in_which_spans_are_told_changes_nothing(spans: list[Span], rng: Random) -> None:
     shuffled = rng.sample(spans, len(spans))
@@ -157,7 +152,6 @@ def test_the_order_in_which_spans_are_told_changes_nothing(spans: list[Span], rn
     assert chrome_trace(shuffled) == chrome_trace(spans)
 
 
-@any_speed
 @given(turns())
 def test_a_cell_goes_to_somebody_who_had_a_part_of_it(spans: list[Span]) -> None:
     cell_s = spans[-1].end_s / 100
@@ -232,7 +226,6 @@ curves_of_anything = st.dictionaries(
 )
 
 
-@any_speed
 @given(curves_of_anything, st.lists(st.floats(0, 1), max_size=3))
 def test_attainment_of_any_policies_is_well_formed_and_inside_the_picture(
     curves: dict[str, list[tuple[float, float]]], bars: list[float]

@@ -19,7 +19,7 @@ from runtime.sim.trace import TOKENS_MOST, TraceError, read_lengths, read_trace,
 from tests.sim.traces import real, written
 
 COLUMNS = ("t", "model", "inp", "out")
-same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 tokens = st.integers(1, TOKENS_MOST)
 names = st.text(min_size=1, max_size=8).filter(lambda text: not set(text) & set("\r\n"))

@@ -6,14 +6,13 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from runtime.sim.trace import Trace, read_lengths, read_trace, read_windows
 from runtime.sim.workload import BASE_SIZES, LENGTHS, Gamma, Weibull, Workload, _arrivals, base, replicated, servegen
 from tests.sim.traces import real
 
-any_speed = settings(deadline=None)
 seeds = st.integers(0, 2**32)
 
 
@@ -45,7 +44,6 @@ def traces(draw: st.DrawFn) -> Trace:
 # ── the same arguments, the same workload ─────────────────────────────────────────────────────────────────────────────
 
 
-@any_speed
 @given(seeds, st.integers(1, 30), st.sampled_from(sorted(LENGTHS)), st.floats(0.1, 5), st.floats(0, 2))
 def test_a_workload_is_a_function_of_its_arguments(
     seed: int, models: int, lengths: str, cv: float, zipf: float
@@ -55,13 +53,11 @@ def test_a_workload_is_a_function_of_its_arguments(
     assert rows(once) != rows(other) or not rows(once)
 
 
-@any_speed
 @given(traces(), seeds, st.integers(1, 20))
 def test_a_replicated_trace_is_a_function_of_its_arguments(trace: Trace, seed: int, models: int) -> None:
     assert rows(replicated(trace, models, seed)) == rows(replicated(trace, models, seed))
 
 
-@any_speed
 @given(seeds, st.integers(1, 10), st.integers(1, 10), traces())
 def test_a_larger_workload_has_the_requests_of_a_smaller_one(seed: int, few: int, more: int, trace: Trace) -> None:
     assert of_first(base(few + more, seed), few) == rows(base(few, seed))
@@ -104,7 +100,6 @@ def test_more_variation_comes_in_bursts() -> None:
     assert spreads[2] > 4 * spreads[1]
 
 
-@any_speed
 @given(seeds, st.integers(2, 60), st.floats(0.5, 2))
 def test_rates_follow_zipf_in_random_order(seed: int, models: int, zipf: float) -> None:
     rates = base(models, seed, rate=0.1, duration_s=1, zipf=zipf).rates
@@ -141,7 +136,6 @@ def test_sizes_cycle_through_the_base_mix() -> None:
 # ── replication ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@any_speed
 @given(traces(), seeds, st.integers(1, 30))
 def test_every_copy_has_the_rows_of_its_model(trace: Trace, seed: int, models: int) -> None:
     originals = np.bincount(trace.model).tolist()
@@ -155,7 +149,6 @@ def test_every_copy_has_the_rows_of_its_model(trace: Trace, seed: int, models: i
         assert any(prompts == set(trace.prompt_tokens[trace.model == own].tolist()) for own in set(trace.model))
 
 
-@any_speed
 @given(traces(), seeds, st.floats(0.3, 4))
 def test_a_longer_workload_begins_the_trace_again(trace: Trace, seed: int, laps: float) -> None:
     lap_s = trace.duration_s

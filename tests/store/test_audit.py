@@ -143,7 +143,7 @@ COLUMNS = [column for column in log.c if column.name != "seq"]
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_any_row_that_was_changed_removed_moved_or_put_in_is_found(
     unguarded: Database, data: st.DataObject
 ) -> None:

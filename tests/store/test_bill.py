@@ -160,7 +160,7 @@ _used = st.tuples(
 
 
 @given(st.lists(_used, max_size=15), st.permutations(range(15)), st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_a_bill_says_the_same_in_any_order_of_booking_and_whatever_other_months_get(
     database: Database, used: list[tuple[str, str, int, int]], order: list[int], data: st.DataObject
 ) -> None:
@@ -202,7 +202,7 @@ _correction = st.tuples(st.integers(-(10**6), 10**6), st.sampled_from(["USD", "J
 
 
 @given(st.lists(_correction, max_size=6))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_corrections_conserve_what_was_billed_and_stand_on_the_open_bill(
     database: Database, made: list[tuple[int, str, int]]
 ) -> None:

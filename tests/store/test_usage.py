@@ -114,7 +114,7 @@ async def _deliver(database: Database, batches: Iterable[list[Usage]]) -> list[t
 
 
 @given(_deliveries())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_any_order_and_repetition_books_the_same_rows(
     database: Database, sent: tuple[list[History], list[list[Usage]]]
 ) -> None:
@@ -213,7 +213,7 @@ async def test_a_months_byte_seconds_are_summed_though_they_do_not_fit_64_bits(d
         max_size=12,
     )
 )
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_sums_by_anything_make_the_whole(database: Database, used: list[tuple[str, str, int, int]]) -> None:
     async with database.write() as connection:
         await connection.execute(delete(tables.usage))
