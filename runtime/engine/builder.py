@@ -33,7 +33,7 @@ from vllm.v1.sample.ops import logprobs
 from runtime.engine import ranks
 from runtime.engine.base import EngineError, Hold, Told
 from runtime.engine.moving import MovingScheduler
-from runtime.engine.vllm import VllmEngine, first_line
+from runtime.engine.vllm import VllmEngine, chain, clean_up_after, first_line
 from runtime.engine.worker import Building, building
 from runtime.memory.images import Image, ImageKey, Images, Making
 from runtime.memory.lent import write_out
@@ -54,6 +54,9 @@ _meta = msgspec.msgpack.Encoder()
 ADDRESSES_PER_FILE_BYTE = 6  # wider types, packed copies beside tied embeddings; only addresses
 ADDRESSES_LEAST = 256 << 20
 KEPT_PART = 32  # of the host's cache, for requests that will be parked
+# vLLM's worker wants this part of a GPU's memory free when it starts, whatever kv_cache_memory_bytes says. The pool has
+# nearly all of that memory already.
+CUDA_SETTINGS: dict[str, Any] = {"gpu_memory_utilization": 0.001}
 IMAGE_FORMAT, FILES_FORMAT = "staccato_image", "staccato_files"
 
 
@@ -120,9 +123,11 @@ class Builder:
                 return engine
             return self._from_files(spec, now, key, more)
         except Exception as error:  # vLLM raises what its layers raise: pydantic, torch, safetensors, OSError, ...
+            log.error("engine.not_built", model=spec.key, detail=chain(error))
             raise EngineError(first_line(error)) from error
         finally:
             gc.collect()
+            torch.cuda.empty_cache()  # torch keeps what a model had before it moved; does nothing without a GPU
 
     def _find(self, key: ImageKey) -> Image | None:
         """If all ranks have theirs: to read files is for all of them together."""
@@ -148,8 +153,8 @@ class Builder:
                     pass
             engine.move_in(image, key, golden)
             return engine
-        except BaseException:
-            engine.close()
+        except BaseException as error:
+            clean_up_after(error, engine.close)
             raise
 
     def _from_image(
@@ -181,6 +186,7 @@ class Builder:
             scheduler_cls=MovingScheduler,
             tensor_parallel_size=ranks.size(),
             distributed_executor_backend="external_launcher" if ranks.size() > 1 else None,
+            **({} if self.device.backend is Backend.HOST else CUDA_SETTINGS),
             **more,
         )
         config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
@@ -188,9 +194,9 @@ class Builder:
         try:
             core = EngineCore(config, Executor.get_class(config), log_stats=False)
             return VllmEngine(core, now.home, now.kv, self.images)
-        except BaseException:
+        except BaseException as error:
             gc.collect()
-            now.release()
+            clean_up_after(error, now.release)
             raise
         finally:
             building.reset(token)

@@ -11,9 +11,11 @@ from collections.abc import Callable
 import torch
 from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
+from vllm.v1.worker.utils import AttentionGroup
 
 DRAW_BELOW = 2**31  # each token of a seeded request takes one number below this from the request's generator
 
@@ -27,6 +29,27 @@ class PooledRunner(CPUModelRunner):
         runner.__class__ = cls
         assert isinstance(runner, cls)
         return runner
+
+    def initialize_attn_backend(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False) -> None:
+        """Let layers share a plan of a step's attention only where these layers have the same sliding window.
+
+        Without the hybrid manager vLLM puts layers with and without a window into one group, whose plan has no window.
+        vLLM's kernel then reads a split of the KV cache in which a window hides every token, and the answer is wrong:
+        in batches, from the first token on that lies beyond the window."""
+        super().initialize_attn_backend(kv_cache_config, is_profiling)
+        self.attn_groups[:] = [
+            [part for group in groups for part in self._by_window(group)] for groups in self.attn_groups
+        ]
+
+    def _by_window(self, group: AttentionGroup) -> list[AttentionGroup]:
+        layers = self.compilation_config.static_forward_context
+        names: dict[object, list[str]] = {}
+        for name in group.layer_names:
+            window = getattr(getattr(layers[name], "impl", None), "sliding_window", None)
+            names.setdefault(window, []).append(name)
+        return [
+            AttentionGroup(group.backend, part, group.kv_cache_spec, group.kv_cache_group_id) for part in names.values()
+        ]
 
     def take_up(self, request: Request, generator_state: bytes) -> None:
         """Know a request with the output it has, as if all of that had been made here.

@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from safetensors.torch import save_file
 from vllm import SamplingParams
+from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -26,7 +27,9 @@ from runtime.engine.vllm import VllmEngine
 from runtime.request import RequestId
 from store.wire import EngineSpec
 
-HEADS_LEAST, HEAD_WIDTH, VOCABULARY, CONTEXT, TOKENS = 2, 32, 97, 64, 12
+HEADS_LEAST, VOCABULARY, CONTEXT, TOKENS = 2, 97, 64, 12
+# Attention for CPUs takes heads of width 32 and float32; FlashAttention takes 16 bits and heads from width 64 on.
+HEAD_WIDTHS, DTYPES = {"cpu": 32, "cuda": 64}, {"cpu": "float32", "cuda": "bfloat16"}
 PARKED_EVERY = 3  # steps
 MOVE_S = 10.0
 
@@ -34,7 +37,7 @@ MOVE_S = 10.0
 def self_check(build: Builder) -> None:
     """Raises EngineError with what this vLLM does otherwise than it must."""
     with tempfile.TemporaryDirectory() as folder:
-        spec = _toy(Path(folder))
+        spec = toy(Path(folder), "cpu" if current_platform.is_cpu() else "cuda")
         engine = build.build(spec, skip_tokenizer_init=True)
     try:
         if (stray := engine.stray_bytes()) or engine.home.used < spec.weight_bytes // ranks.size():
@@ -85,10 +88,16 @@ def _until(done: Callable[[], bool]) -> None:
         time.sleep(1e-4)
 
 
-def _toy(folder: Path) -> EngineSpec:
-    """A Llama of one layer with random weights."""
+def toy(folder: Path, device: str) -> EngineSpec:
+    """Write a Llama of one layer with random weights into the folder, in a form that attention on the device takes.
+
+    Args:
+        folder: an empty folder.
+        device: "cpu" or "cuda".
+
+    Returns: what the builder needs to build the model."""
     heads = max(HEADS_LEAST, ranks.size())
-    width = heads * HEAD_WIDTH
+    width, dtype = heads * HEAD_WIDTHS[device], DTYPES[device]
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -115,14 +124,15 @@ def _toy(folder: Path) -> EngineSpec:
         **{f"{layer}self_attn.{name}_proj.weight": square for name in "qkvo"},
         **{f"{layer}mlp.{name}_proj.weight": square for name in ("gate", "up", "down")},
     }
-    weights = {name: torch.randn(shape, generator=noise) / 4 for name, shape in shapes.items()}
+    spread, kind = 2 / width**0.5, getattr(torch, dtype)
+    weights = {name: (torch.randn(shape, generator=noise) * spread).to(kind) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return EngineSpec(
         key="toy",
         path=str(folder),
         digest="",
         architecture="LlamaForCausalLM",
-        dtype="float32",
+        dtype=dtype,
         max_model_len=CONTEXT,
         weight_bytes=sum(weight.nbytes for weight in weights.values()),
         kv_bytes_per_token=0,

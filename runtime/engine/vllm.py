@@ -9,7 +9,7 @@ every core, is never called: `close` takes apart only what is the core's own.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import cast
@@ -35,6 +35,7 @@ from runtime.memory.lent import lend, take_back
 from runtime.memory.native import Backend, PoolError, Ticket
 from runtime.memory.weights import Weights
 from runtime.request import RequestId
+from store.observe import place_of
 from store.wire import Departure, Finish, KvForm
 
 log = structlog.get_logger()
@@ -42,6 +43,7 @@ log = structlog.get_logger()
 INLINE_MOST = 1 << 62  # bytes: arrays always inside the one buffer we ship
 GOLDEN_PROMPT, GOLDEN_TOKENS = 16, 8
 GOLDEN_ID = "staccato-golden"
+CHAIN_LINK_MOST = 400  # characters of one error in the log
 
 
 class VllmEngine:
@@ -292,10 +294,19 @@ class VllmEngine:
         lend(self.kv.reservation, 0, size)
         self._blocks.open(blocks)
         try:
-            return self._say_alone()
-        finally:
-            self._blocks.retire(blocks)
-            take_back(self.kv.reservation, 0, size)
+            said = self._say_alone()
+        except BaseException as error:
+            clean_up_after(error, partial(self._end_question, blocks, size))
+            raise
+        self._end_question(blocks, size)
+        return said
+
+    def _end_question(self, blocks: range, size: int) -> None:
+        """Give the lent memory back. A question that failed still has blocks: its request is ended first."""
+        if self._scheduler.requests:
+            self._scheduler.finish_requests(GOLDEN_ID, RequestStatus.FINISHED_ABORTED)
+        self._blocks.retire(blocks)
+        take_back(self.kv.reservation, 0, size)
 
     def _say_alone(self) -> list[int]:
         config = self._core.vllm_config.model_config
@@ -384,6 +395,28 @@ def _layout(core: EngineCore) -> str:
     kernels = group.backend.get_name(), getattr(group.get_metadata_builder(), "isa", "")
     order = core.scheduler.kv_cache_config.kv_cache_layout or ""
     return " ".join(filter(None, (*kernels, order, str(group.kv_cache_spec.dtype).removeprefix("torch."))))
+
+
+def clean_up_after(error: BaseException, clean_up: Callable[[], object]) -> None:
+    """Clean up after an error that the caller raises again.
+
+    A failure of the cleaning becomes a note of the error: it never hides why the cleaning was needed."""
+    try:
+        clean_up()
+    except Exception as failure:
+        error.add_note(f"cleaning up failed, too: {type(failure).__name__}: {failure}")
+
+
+def chain(error: BaseException | None) -> str:
+    """One line of the error, its notes and the errors that it was raised from, the last error first.
+
+    For the log of a build: no prompt of a tenant can be in such errors."""
+    links: list[str] = []
+    while error is not None:
+        said = (str(error).strip().splitlines() or [""])[0]
+        links += [f"{place_of(error)}: {said}"[:CHAIN_LINK_MOST], *getattr(error, "__notes__", ())]
+        error = error.__cause__ or error.__context__
+    return " <- ".join(links)
 
 
 def first_line(error: Exception) -> str:

@@ -24,6 +24,7 @@ import vllm
 from torch.overrides import TorchFunctionMode
 from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
+from vllm.distributed import parallel_state
 from vllm.model_executor.layers import rotary_embedding
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -77,6 +78,7 @@ class PooledWorker(Worker):
     def init_device(self) -> None:
         self.distributed_init_method = ranks.vllm_meets() or self.distributed_init_method
         super().init_device()  # type: ignore[no-untyped-call]
+        _have_expert_group()
         if current_platform.is_cpu():
             PooledRunner.take_over(self.model_runner)
 
@@ -121,6 +123,23 @@ class PooledWorker(Worker):
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager[Any]:
         return _KvAllocation(building.get().kv) if tag == "kv_cache" else contextlib.nullcontext()
+
+
+def _have_expert_group() -> None:
+    """Make vLLM's expert-parallel group where the process has none.
+
+    vLLM makes that group for the first model of a process, and only if this model is a mixture of experts. A runtime's
+    first model is the dense toy of the self-check, and mixtures that come later ask for the group. All ranks of a world
+    are one group, as vLLM has it without data parallelism; every rank must call this function at the same point."""
+    if parallel_state._EP is not None:
+        return
+    world = parallel_state.get_world_group()
+    parallel_state._EP = parallel_state.init_model_parallel_group(
+        [list(range(world.world_size))],
+        world.local_rank,
+        torch.distributed.get_backend(world.device_group),
+        group_name="ep",
+    )
 
 
 def _blocks(config: VllmConfig) -> int:
@@ -201,6 +220,8 @@ class Home:
 
     def _packed_here(self, create: Callable[..., Any]) -> Callable[..., Any]:
         def create_here(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            # The handler of an int8 product keeps the address of the weights' scales, not the tensor.
+            args = tuple(self._settled(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
             if (shape := (tuple(weight.shape), weight.dtype)) not in _compiled:
                 create(weight, *args, **kwargs)  # compiles: what that allocates must not be taken for weights
                 _compiled.add(shape)
@@ -223,6 +244,13 @@ class Home:
             return handler
 
         return create_here
+
+    def _settled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of the tensor, at an address in this home that stays the tensor's for as long as the model lives."""
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        here = as_tensor(self.reservation, self.place(flat.nbytes), flat.nbytes)
+        here.copy_(flat)
+        return here.view(tensor.dtype).view(tensor.shape)
 
     def take_in(self, model: torch.nn.Module) -> None:
         """Move every tensor of the model here that is not here yet."""
@@ -276,7 +304,9 @@ def as_tensor(reservation: Reservation, offset: int, size: int) -> torch.Tensor:
     """Bytes of a reservation, mapped or not, as a tensor of uint8."""
     if reservation.device.backend is native.Backend.HOST:
         return torch.frombuffer(reservation.view(offset, size), dtype=torch.uint8)
-    return torch.as_tensor(_CudaBytes(reservation.address + offset, size), device="cuda")
+    # With an index, torch does not ask the driver which device has the address: below it there may be no page yet.
+    device = f"cuda:{torch.cuda.current_device()}"
+    return torch.as_tensor(_CudaBytes(reservation.address + offset, size), device=device)
 
 
 class _CudaBytes:

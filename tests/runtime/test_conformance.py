@@ -273,3 +273,83 @@ def test_a_host_cache_that_is_full_says_so_with_numbers(random_models: dict[str,
     with pytest.raises(EngineError, match="the host cache of 2 MiB has no room"):
         build(spec(random_models["llama"]))
     build.close()
+
+
+def test_the_real_reason_of_a_failed_build_is_told_and_nothing_is_left(
+    build: Any, random_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The golden question fails inside vLLM, and cleaning up must not put an error of its own in the reason's place."""
+    from runtime.engine.runner import PooledRunner
+
+    neighbour = awake(build(spec(random_models["qwen3"])))
+    used = build.pages_used()
+
+    def broken(self: PooledRunner, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("view size is not compatible") from ValueError("strides of 7")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PooledRunner, "execute_model", broken)
+        with pytest.raises(EngineError, match=r"^view size is not compatible$"):
+            build(spec(random_models["llama"]))
+    logged = capsys.readouterr()
+    assert "view size is not compatible <- ValueError: strides of 7" in logged.out + logged.err
+    assert build.pages_used() == used and neighbour.check() is None
+    engine = awake(build(spec(random_models["llama"])))
+    assert engine.check() is None
+    for each in (engine, neighbour):
+        each.close()
+
+
+def test_what_fails_while_a_build_is_cleaned_up_is_a_note_of_the_reason() -> None:
+    from runtime.engine.vllm import chain, clean_up_after
+
+    def fails() -> None:
+        raise AssertionError("block 1 is retired with 1 owners")
+
+    error = RuntimeError("out of memory")
+    clean_up_after(error, fails)
+    assert str(error) == "out of memory"
+    assert "block 1 is retired" in chain(error)
+
+
+def test_the_toy_for_gpus_is_of_a_form_that_flash_attention_takes(build: Any, tmp_path: Path) -> None:
+    """16 bits and heads of width 64; the CPU serves that form as well, so the form is tried here."""
+    import json
+
+    from runtime.engine.selfcheck import toy
+
+    made = toy(tmp_path, "cuda")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert made.dtype == "bfloat16" and config["hidden_size"] // config["num_attention_heads"] >= 64
+    engine = awake(build.build(made, skip_tokenizer_init=True))
+    assert engine.check() is None
+    engine.close()
+
+
+def test_tensors_over_a_gpus_pool_name_the_gpu_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a number torch asks the driver whose the address is, and an address without a page has no owner."""
+    import torch
+
+    from runtime.engine import worker
+    from runtime.memory.native import Backend
+
+    asked: list[object] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch, "as_tensor", lambda what, device: asked.append(device))
+    device = type("D", (), {"backend": Backend.CUDA})()
+    worker.as_tensor(type("R", (), {"device": device, "address": 1 << 40})(), 256, 512)  # type: ignore[arg-type]
+    assert asked == ["cuda:3"]
+
+
+def test_a_build_gives_torchs_unused_memory_back_and_asks_for_none_beyond_the_pool(
+    build: Any, random_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from runtime.engine.builder import CUDA_SETTINGS
+
+    calls: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(True))
+    build(spec(random_models["llama"])).close()
+    assert calls == [True]
+    assert 0 < CUDA_SETTINGS["gpu_memory_utilization"] <= 0.01, "nearly all of a GPU's memory is the pool's already"

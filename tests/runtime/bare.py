@@ -1,0 +1,78 @@
+"""What bare vLLM says, in a process of its own: `python -m tests.runtime.bare`, a job on stdin, tokens on stdout.
+
+A process of its own, because vLLM makes some of its groups for the first model of a process only: in the process that
+has Staccato's engines bare vLLM would find groups that Staccato made, or would miss its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+Tokens = dict[str, list[list[int]]]
+
+
+def ask_bare_vllm(
+    folders: Mapping[str, Path], dtypes: Mapping[str, str], prompts: Sequence[Sequence[int]], most: int
+) -> Tokens:
+    """Ask vLLM's own `LLM` each prompt alone, greedily, and all prompts of a model in one batch.
+
+    Args:
+        folders: model folders by name; the first should be a mixture of experts if any is.
+        dtypes: vLLM's dtype of each, by name.
+        prompts: token ids.
+        most: tokens to make for each prompt.
+
+    Returns: the tokens made for each prompt asked alone, by the name of the model.
+
+    Raises AssertionError if a model says something else in a batch: rounding then decides what the model says.
+    """
+    models = {name: [str(path), dtypes[name]] for name, path in folders.items()}
+    job = json.dumps({"models": models, "prompts": [list(prompt) for prompt in prompts], "most": most})
+    command = [sys.executable, "-m", "tests.runtime.bare"]
+    ran = subprocess.run(command, cwd=ROOT, input=job, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    said: Tokens = json.loads(ran.stdout.splitlines()[-1])
+    for name in folders:
+        assert said[f"{name} in a batch"] == said[name], f"bare vLLM says otherwise in a batch: another seed for {name}"
+    return said
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    import runtime.engine.settings  # noqa: F401  (vLLM's environment)
+
+    job = json.load(sys.stdin)
+    said: Tokens = {}
+    sampling = SamplingParams(temperature=0, max_tokens=job["most"], ignore_eos=True, detokenize=False)
+    kept = []
+    for name, (path, dtype) in job["models"].items():
+        llm = LLM(
+            model=path,
+            dtype=dtype,
+            max_model_len=512,
+            enforce_eager=True,
+            kv_cache_memory_bytes=32 << 20,
+            disable_log_stats=True,
+            seed=0,
+        )
+        kept.append(llm)  # a core that is collected would end the process groups of all
+        asked = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+        alone = [llm.generate([one], sampling, use_tqdm=False)[0] for one in asked]
+        llm.reset_prefix_cache()
+        together = llm.generate(asked, sampling, use_tqdm=False)
+        said[name] = [list(output.outputs[0].token_ids) for output in alone]
+        said[f"{name} in a batch"] = [list(output.outputs[0].token_ids) for output in together]
+    print(json.dumps(said), flush=True)
+    os._exit(0)  # without vLLM's way out, which takes seconds
+
+
+if __name__ == "__main__":
+    main()

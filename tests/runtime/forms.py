@@ -1,0 +1,143 @@
+"""Tiny models with random weights of the forms in which models are published: mixtures of experts, and int8 weights.
+
+A form is what a folder says of itself: an architecture, and how the weights are stored. `write_form` writes the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from deploy.demo.random_weights import SPREAD, _tokenizer, write_random
+
+VOCABULARY, CONTEXT = 512, 1024
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "tie_word_embeddings": False,
+    "initializer_range": SPREAD,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64, "intermediate_size": 128},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_intermediate_size": 64,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 1,
+    },
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+}
+INT8: dict[str, dict[str, Any]] = {  # of compressed-tensors: how activations become int8
+    "w8a8_symmetric": {"symmetric": True, "dynamic": True},
+    "w8a8_asymmetric": {"symmetric": False, "dynamic": True},
+}
+FP4_EXPONENT = 123  # of a block's scale, biased by 127: random 4-bit values then spread as SPREAD says, roughly
+FP4_BLOCK = 32  # weights that share a scale
+
+
+def write_form(folder: Path, form: str, seed: int = 0) -> Path:
+    """Write a model folder of a form.
+
+    Args:
+        folder: where to write; made if missing.
+        form: a name of `FORMS`.
+        seed: of the random weights.
+
+    Returns: the folder.
+    """
+    FORMS[form](folder, form, seed)
+    return folder
+
+
+def _write_mixture(folder: Path, form: str, seed: int) -> None:
+    config = AutoConfig.for_model(form, **SHAPE | MIXTURES[form])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1 and "norm" not in name:  # experts that transformers makes without a spread, or empty
+                torch.nn.init.normal_(weight.data, std=SPREAD)
+            elif name.endswith(("bias", "sinks")):
+                torch.nn.init.normal_(weight.data, std=SPREAD)
+    model.to(torch.float32).save_pretrained(folder)
+    _tokenizer(VOCABULARY, CONTEXT).save_pretrained(folder)
+
+
+def _write_mxfp4(folder: Path, form: str, seed: int) -> None:
+    """gpt-oss as it is published: the experts' weights are 4-bit floats, 32 of which share an 8-bit exponent."""
+    _write_mixture(folder, "gpt_oss", seed)
+    weights = load_file(folder / "model.safetensors")
+    noise = torch.Generator().manual_seed(seed)
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        blocks = (experts, outputs, inputs // FP4_BLOCK)
+        weights[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, FP4_BLOCK // 2), generator=noise, dtype=torch.uint8)
+        weights[f"{name}_scales"] = torch.full(blocks, FP4_EXPONENT, dtype=torch.uint8)
+    save_file({name: _half(weight) for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    _configure(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": left}, dtype="bfloat16")
+
+
+def _half(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to(torch.bfloat16) if weight.is_floating_point() else weight
+
+
+def _write_int8(folder: Path, form: str, seed: int) -> None:
+    """A Llama whose linear layers have int8 weights and a scale for each channel, as compressed-tensors stores both."""
+    write_random(folder, "llama", seed=seed, hidden=256)
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        scales = weights[name].abs().amax(dim=1, keepdim=True) / 127
+        weights[name] = (weights[name] / scales).round().to(torch.int8)
+        weights[f"{name}_scale"] = scales
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    kept = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+    given = {"num_bits": 8, "type": "int", "strategy": "token", **INT8[form]}
+    group = {"targets": ["Linear"], "weights": kept, "input_activations": given}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    _configure(folder, quantization_config=quantization)
+
+
+def _configure(folder: Path, **more: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+
+
+FORMS: dict[str, Callable[[Path, str, int], None]] = {
+    **dict.fromkeys(MIXTURES, _write_mixture),
+    "gpt_oss_mxfp4": _write_mxfp4,
+    **dict.fromkeys(INT8, _write_int8),
+}
