@@ -67,7 +67,8 @@ class Tree:
     """The children of one supervisor. What is started first is stopped last."""
 
     def __init__(self, logs: Path, say: Say, echo: Say | None = None) -> None:
-        """`say` hears of deaths and restarts; `echo`, when given, hears every line the children write."""
+        """`say` hears of deaths and restarts; `echo`, when given, hears every line the children write. What either
+        raises ends the tree: `unfailing` wraps functions that may fail to write."""
         self._logs, self._say, self._echo = logs, say, echo
         self._tiers: list[list[_Kept]] = []
         self._hurry = asyncio.Event()
@@ -100,6 +101,16 @@ class Tree:
     @property
     def killed(self) -> bool:
         return self._hurry.is_set()
+
+
+def unfailing(say: Say) -> Say:
+    """`say`, but a sentence that can't be written, to a full disk or into a closed pipe, is lost without an error."""
+
+    def tried(sentence: str) -> None:
+        with contextlib.suppress(OSError):
+            say(sentence)
+
+    return tried
 
 
 class _Kept:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from gateway import bus_users
 from gateway.config import Settings, admin_key, pepper
-from gateway.supervise import Child, GaveUp, Say, Tree
+from gateway.supervise import Child, GaveUp, Say, Tree, unfailing
 from store import grants, observe
 from store.grants import User
 from store.settings import PREFIX
@@ -50,8 +50,11 @@ class UpError(Exception):
 
 
 def run(settings: Settings, say: Say, ready: Say, verbose: bool = False) -> int:
-    """Until a signal; the exit code. `ready` is told the URL once, `say` what happens. Raises UpError."""
+    """Until a signal; the exit code. `ready` is told the URL once, `say` what happens. Raises UpError.
+
+    The platform outlives both: a sentence that can't be written is lost."""
     observe.no_core_files()
+    say, ready = unfailing(say), unfailing(ready)
     try:
         with locked(settings.data):
             prepare(settings)

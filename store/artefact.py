@@ -128,6 +128,16 @@ class TextConfig(msgspec.Struct, frozen=True):
     max_seq_len: int | None = None
     seq_length: int | None = None
     model_max_length: int | None = None
+    rope_parameters: Any = None
+    rope_scaling: Any = None
+
+    def position_rows(self) -> int | None:
+        """Positions that the least table of rotary embeddings holds; None if the config bounds no table.
+
+        vLLM makes a YaRN table of original_max_position_embeddings * factor rows, whatever max_position_embeddings
+        says, and reads past the table's end without a word."""
+        rows = [_yarn_rows(rope) for given in (self.rope_parameters, self.rope_scaling) for rope in _ropes(given)]
+        return min((number for number in rows if number), default=None)
 
     def kv_elements_per_token(self) -> int | None:
         """2 (K and V) × layers × heads × elements of a head; latent attention keeps one vector a layer."""
@@ -151,6 +161,23 @@ class TextConfig(msgspec.Struct, frozen=True):
             self.model_max_length,
         )
         return min((number for number in named if number), default=CONTEXT_DEFAULT)
+
+
+YARN = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")  # kinds of rope whose table vLLM sizes so
+
+
+def _ropes(given: Any) -> list[dict[str, Any]]:
+    """The ropes of a config: one, or one for each kind of layer."""
+    if not isinstance(given, dict):
+        return []
+    return [given, *(rope for rope in given.values() if isinstance(rope, dict))]
+
+
+def _yarn_rows(rope: dict[str, Any]) -> int | None:
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if rope.get("rope_type", rope.get("type")) not in YARN:
+        return None
+    return int(original * factor) if isinstance(original, int) and isinstance(factor, int | float) else None
 
 
 class Config(TextConfig, frozen=True):
@@ -247,6 +274,11 @@ class _Folder:
     def _context_tokens(self, sizes: TextConfig) -> int:
         """vLLM takes the least of the config's and the tokenizer's limit, which is absurdly large when unset."""
         tokens = sizes.context_tokens()
+        if (rows := sizes.position_rows()) is not None and tokens > rows:
+            raise Refused(
+                f"config.json allows {tokens} positions, and the table of its rotary embeddings (YaRN) ends after "
+                f"{rows}: set max_position_embeddings to {rows}, or give the model's own rope factor"
+            )
         if "tokenizer_config.json" in self._names and (limit := self._tokenizer_config().model_max_length):
             return max(1, int(min(tokens, limit)))
         return tokens

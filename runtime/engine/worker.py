@@ -99,6 +99,7 @@ class PooledWorker(Worker):
         rotary_embedding._ROPE_DICT.clear()  # else models of equal shape share these tables, and the first home
         with now.home.packing():
             super().load_model(load_dummy_weights=load_dummy_weights)
+        _check_positions(self.model_runner.model, self.vllm_config.model_config.max_model_len)
         now.home.take_in(self.model_runner.model)
 
     def determine_available_memory(self) -> int:
@@ -123,6 +124,21 @@ class PooledWorker(Worker):
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager[Any]:
         return _KvAllocation(building.get().kv) if tag == "kv_cache" else contextlib.nullcontext()
+
+
+def _check_positions(model: torch.nn.Module, max_model_len: int) -> None:
+    """Refuse a model whose tables of rotary embeddings end before its last position: vLLM reads past the end.
+
+    Raises EngineError with the numbers."""
+    tables = (getattr(module, "cos_sin_cache", None) for module in model.modules())
+    rows = min(
+        (len(table) for table in tables if isinstance(table, torch.Tensor) and table.ndim > 1), default=max_model_len
+    )
+    if rows < max_model_len:
+        raise EngineError(
+            f"the model's table of positions ends after {rows}, and max_model_len is {max_model_len}: deploy it with "
+            f"max_model_len {rows} or less"
+        )
 
 
 def _have_expert_group() -> None:

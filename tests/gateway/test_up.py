@@ -243,3 +243,33 @@ async def test_nats_server_takes_the_configuration_written_for_it(settings: Sett
     assert (info["jetstream"], info["max_payload"], info["host"]) == (True, 8 << 20, "127.0.0.1")
     assert (settings.data / "nats" / "jetstream").is_dir()
     assert "[WRN]" not in (settings.data / "logs" / "nats.log").read_text()
+
+
+def test_the_platform_outlives_an_output_that_can_not_be_written(settings: Settings) -> None:
+    """Standard output and error on a full disk: a role that dies is started again, and SIGTERM ends all in order."""
+    command = [sys.executable, "-c", STAND_INS, "up", "-v", "--data", str(settings.data), "--port", str(settings.port)]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(command, stdout=full, stderr=full)
+    try:
+        for _ in range(2):
+            answers(settings.port)
+            gateway = next(pid for pid, command in children(process.pid).items() if "http.server" in command)
+            os.kill(gateway, signal.SIGKILL)
+            while gateway in children(process.pid):
+                assert process.poll() is None, f"the supervisor ended with {process.returncode}"
+                time.sleep(0.05)
+        answers(settings.port)
+        assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=30)
+
+
+def answers(port: int, within_s: float = 60) -> None:
+    """Returns when the port takes connections."""
+    until_s = time.monotonic() + within_s
+    while time.monotonic() < until_s:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.2):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"nothing listens on port {port} after {within_s} s")

@@ -353,3 +353,18 @@ def test_a_build_gives_torchs_unused_memory_back_and_asks_for_none_beyond_the_po
     build(spec(random_models["llama"])).close()
     assert calls == [True]
     assert 0 < CUDA_SETTINGS["gpu_memory_utilization"] <= 0.01, "nearly all of a GPU's memory is the pool's already"
+
+
+def test_a_model_whose_table_of_positions_is_too_short_is_not_built(build: Any, tmp_path: Path) -> None:
+    """vLLM reads past the end of a YaRN table without a word: 8 of 8 tokens were wrong, and another request's, too."""
+    import json
+
+    folder = write_random(tmp_path / "short", "llama", context=1024)
+    config = json.loads((folder / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 128, "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": yarn}))
+    with pytest.raises(EngineError, match="table of positions ends after 512, and max_model_len is 600"):
+        build(spec(folder, max_model_len=600))
+    engine = awake(build(spec(folder, max_model_len=512)))
+    assert engine.check() is None
+    engine.close()

@@ -101,6 +101,11 @@ def test_the_tokenizers_limit_bounds_the_context_as_in_vllm(tmp_path: Path) -> N
     assert inspect(tmp_path, SUPPORTED).context_tokens == 2048
 
 
+def test_a_context_that_the_table_of_positions_holds_is_accepted(tmp_path: Path) -> None:
+    config = LLAMA | {"rope_parameters": _yarn(512, 4.0)}
+    assert inspect(write_model(tmp_path, config), SUPPORTED).context_tokens == 2048
+
+
 def test_a_snapshot_of_the_hubs_cache_is_accepted(tmp_path: Path) -> None:
     write_model(tmp_path / "blobs")
     snapshot = tmp_path / "snapshots" / "abc"
@@ -159,6 +164,10 @@ def _overlap(folder: Path) -> None:
     _header(json.dumps(tensors).encode(), 6)(folder)
 
 
+def _yarn(original: int, factor: float) -> dict[str, object]:
+    return {"rope_type": "yarn", "original_max_position_embeddings": original, "factor": factor}
+
+
 CORPUS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config cut": (_write("config.json", '{"architectures": ["Llama'), "config.json can't be read"),
@@ -170,6 +179,12 @@ CORPUS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no architecture": (_config(architectures=[]), "names no architectures"),
     "unknown architecture": (_config(architectures=["MambaLM"]), "'MambaLM' is not one"),
     "no sizes": (_config(num_hidden_layers=None), "how many layers"),
+    "positions beyond the table": (
+        _config(rope_parameters=_yarn(512, 2.0)),
+        r"allows 2048 positions, and the table of its rotary embeddings \(YaRN\) ends after 1024",
+    ),
+    "positions beyond an old table": (_config(rope_scaling={"type": "yarn"} | _yarn(1024, 1)), "ends after 1024"),
+    "positions beyond a layer's": (_config(rope_parameters={"full_attention": _yarn(256, 4)}), "ends after 1024"),
     "remote code": (_config(auto_map={"AutoModel": "modeling.X"}), "asks for remote code"),
     "tokenizer code": (_write("tokenizer_config.json", '{"auto_map": {}}'), "tokenizer_config.json has auto_map"),
     "program": (_write("modeling_llama.py", "import os"), "modeling_llama.py is program code"),
