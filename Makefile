@@ -41,7 +41,7 @@ models: setup ## train the tiny models of the demo again (they are kept in deplo
 # Tests that start no process and read no clock: the pure files, by the names of the tests that mirror these files.
 PURE_TESTS = $(patsubst %,tests/runtime/test_%.py,account attainment cluster costs course dispatch eviction fairness groups \
 	hosting idle instance kvpr migration moore_hodgson pages placement placing policies quarantine quota ring scaling shares \
-	slack timeline trial) tests/gateway/test_allowance.py tests/gateway/test_objectives.py tests/gateway/test_status.py
+	slack timeline trial) tests/gateway/test_allowance.py tests/gateway/test_extent.py tests/gateway/test_objectives.py tests/gateway/test_status.py
 quick: setup ## house rules, pure files and a smoke of the simulator: below 30 s on two cores
 	$(BIN)/python -m pytest tests/test_tidy.py $(PURE_TESTS)
 	$(BIN)/staccato sim --gpus 2 --models-per-gpu 6 --duration 60s --migrate --faults 3 --check --json >/dev/null

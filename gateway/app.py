@@ -76,7 +76,9 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
         metrics, recent = Metrics(fleet, meter), Recent()
         control = Control(database, auth, fleet, engines, Sources.of(settings), metrics, recent)
         quotas = Quotas(bus, database, gateway_id)
-        bounds = Bounds(settings.body_limit_bytes, settings.body_deadline_s, settings.hold_deadline_s)
+        bounds = Bounds(
+            settings.body_limit_bytes, settings.body_deadline_s, settings.hold_deadline_s, settings.extent()
+        )
         fronts = Fronts(Deps(relay, fleet, gateway_id, settings.resume_deadline_s))
         inference = Inference(auth, fleet, fronts, meter, quotas, bounds, metrics, secret, recent, traces)
         await fleet.start()

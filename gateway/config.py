@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit, urlunsplit
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from gateway.extent import ExtentLimits
 from runtime.policy.by_name import POLICIES
 from store.settings import PREFIX, read
 
@@ -69,6 +71,13 @@ class Settings(BaseSettings):
     policy: str = "slack"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     body_limit_bytes: ByteSize = ByteSize(8 << 20)
+    # The most that one request may ask for; more is a 400 with the number:
+    answers_max: int = Field(ExtentLimits.answers_max, ge=1)  # sequences: `n` times prompts
+    messages_max: int = Field(ExtentLimits.messages_max, ge=1)
+    logprobs_max: int = Field(ExtentLimits.logprobs_max, ge=0)  # for each generated token
+    prompt_logprobs_max: int = Field(ExtentLimits.prompt_logprobs_max, ge=0)  # for each token of the prompt
+    text_bytes_max: ByteSize = ByteSize(ExtentLimits.text_bytes_max)  # of prompt, messages or input
+    grammar_bytes_max: ByteSize = ByteSize(ExtentLimits.grammar_bytes_max)  # of a schema, regex, choice or grammar
     header_deadline_s: float = Field(8.0, gt=0)
     body_deadline_s: float = Field(8.0, gt=0)  # and 1 s more for each 32 KiB that came
     read_deadline_s: float = Field(8.0, gt=0)  # an answer of which nothing is read for so long is given up
@@ -110,6 +119,10 @@ class Settings(BaseSettings):
         if policy not in POLICIES:
             raise ValueError(f"choose one of {', '.join(POLICIES)}")
         return policy
+
+    def extent(self) -> ExtentLimits:
+        """What one request may ask for at most."""
+        return ExtentLimits(**{field.name: getattr(self, field.name) for field in fields(ExtentLimits)})
 
     @property
     def admin_key_file(self) -> Path:

@@ -26,6 +26,7 @@ from gateway.api import answered
 from gateway.auth import Auth, Caller, Target
 from gateway.canary import takes
 from gateway.errors import Fault, Problem, from_store, openai_response, unauthorized
+from gateway.extent import Ask, ExtentLimits, first_excess
 from gateway.fleet import COLDNESS, Fleet
 from gateway.front import Front, Fronts, Served
 from gateway.limits import CLOSING, Disconnected, read_body
@@ -47,12 +48,6 @@ HOLD_POLL_S = 0.5
 LEAVING_S = 0.05  # the longest that a handler may take to notice that its client has left, before it is cancelled
 
 
-class Ask(msgspec.Struct):
-    """The part of a body that concerns us; vLLM reads the rest."""
-
-    model: str | None = None
-
-
 @dataclass(frozen=True)
 class Bounds:
     """Of every request, whoever makes it."""
@@ -60,6 +55,7 @@ class Bounds:
     body_bytes: int
     body_deadline_s: float
     hold_deadline_s: float
+    extent: ExtentLimits = ExtentLimits()
 
 
 @dataclass
@@ -148,7 +144,7 @@ class Inference:
             raise Problem(404, "not_found", f"there is no {path} here")
         _allow(request, "POST")
         body = await read_body(request, self.bounds.body_bytes, self.bounds.body_deadline_s)
-        name = _model(body)
+        name = _model(body, self.bounds.extent)
         target = self._revision(await self._target(caller, name), visit.request_id)
         visit.tally = self.metrics.tally(str(caller.tenant_id), target.deployment_id)
         arrived_at = time.monotonic()
@@ -405,14 +401,24 @@ def _allow(request: Request, method: str) -> None:
         raise Problem(405, "method_not_allowed", f"{request.method} is not possible here: use {method}")
 
 
-def _model(body: bytes) -> str:
+def _model(body: bytes, extent: ExtentLimits) -> str:
+    """The deployment that the body names. Raises Problem, also where the body asks for too much."""
     try:
-        name = msgspec.json.decode(body, type=Ask).model
+        ask = msgspec.json.decode(body, type=Ask)
+        name = msgspec.json.decode(ask.model, type=str | None) if ask.model else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Problem(400, "invalid_json", f"the body is not the JSON object expected: {error}") from error
     if not name:
         raise Problem(
             400, "missing_model", "`model` is missing: give a deployment's name", [Fault("/model", "missing")]
+        )
+    if excess := first_excess(ask, extent):
+        remedy = f"ask for less, or have the operator raise STACCATO_{excess.setting.upper()}"
+        raise Problem(
+            400,
+            "request_too_extensive",
+            f"`{excess.field}`: {excess}: {remedy}",
+            [Fault(f"/{excess.field}", str(excess))],
         )
     return name
 

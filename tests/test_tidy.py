@@ -22,7 +22,7 @@ PURE = re.compile(
     r"runtime/(account|attainment|cluster|costs|course|estimate|events|instance|model|pages|placing|hosting|request|requests|quarantine|ring|rooms|shares|timeline|trial)\.py"
     r"|runtime/(policy/\w+|engine/base|memory/index)\.py"
     r"|store/(wire|grants|series|views)\.py"
-    r"|gateway/(allowance|canary|objectives|status)\.py"
+    r"|gateway/(allowance|canary|extent|objectives|status)\.py"
 )
 IMPURE_MODULES = (
     "time",

@@ -26,11 +26,11 @@ FAQ = ROOT / "deploy" / "demo" / "models" / "faq"
 
 
 @contextlib.asynccontextmanager
-async def asked(plane: Plane, key: str) -> AsyncIterator[httpx.AsyncClient]:
+async def asked(plane: Plane, key: str, body_bytes: int = 1 << 20) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the tenant's endpoints."""
     relay, meter = Relay(plane.bus, "g1"), Meter(plane.bus, plane.folder / "gateway.journal")
     fronts = Fronts(Deps(relay, plane.fleet, "g1", 60.0))
-    quotas, bounds = Quotas(plane.bus, plane.database, "g1"), Bounds(1 << 20, 10.0, 30.0)
+    quotas, bounds = Quotas(plane.bus, plane.database, "g1"), Bounds(body_bytes, 10.0, 30.0)
     inference = Inference(plane.auth, plane.fleet, fronts, meter, quotas, bounds, plane.metrics, b"salt", plane.recent)
     await relay.start()
     await meter.start()

@@ -46,6 +46,40 @@ async def test_a_body_nested_deep_is_a_bad_request(plane: Plane, depth: int) -> 
             assert 400 <= answer.status_code < 500, answer.text
 
 
+EXTENSIVE: dict[str, tuple[str, dict[str, object], str]] = {
+    "16,384 answers": ("/v1/chat/completions", CHAT | {"n": 16384}, "16384 answers"),
+    "100,000 messages": ("/v1/chat/completions", CHAT | {"messages": CHAT["messages"] * 100_000}, "100000 messages"),
+    "logprobs of a prompt": ("/v1/completions", {"model": "chat", "prompt": "a", "prompt_logprobs": 20}, "20 logprobs"),
+    "7.9 MB to tokenise": ("/v1/tokenize", {"model": "chat", "prompt": "a" * 7_900_000}, "7900002 bytes of text"),
+    "a regex of 180 kB": (
+        "/v1/completions",
+        {"model": "chat", "prompt": "a", "structured_outputs": {"regex": "|".join(["word"] * 36_000)}},
+        "bytes of a grammar",
+    ),
+    "100,000 choices": (
+        "/v1/chat/completions",
+        CHAT | {"structured_outputs": {"choice": [f"word {n}" for n in range(100_000)]}},
+        "bytes of a grammar",
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", EXTENSIVE)
+async def test_a_request_for_too_much_is_a_400_with_the_number_and_costs_no_runtime_anything(
+    plane: Plane, attack: str
+) -> None:
+    path, body, said = EXTENSIVE[attack]
+    key, _ = await deployed(plane, "acme")
+    runs = await runs_of(plane)
+    async with asked(plane, key, body_bytes=8 << 20) as client:
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["code"] == "request_too_extensive" and said in error["message"]
+        assert "raise STACCATO_" in error["message"]
+    assert runs == []
+
+
 async def test_tenants_of_one_engine_have_salts_of_their_own_whatever_they_ask_for(plane: Plane) -> None:
     keys = {tenant: await deployed(plane, tenant) for tenant in ("acme", "globex")}
     assert len({engine for _, engine in keys.values()}) == 1, "they share it"
