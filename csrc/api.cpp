@@ -1,4 +1,4 @@
-// The C face: handles in, codes out; whatever is thrown becomes a code and this thread's sentence.
+// The C interface: handles in, codes out; an exception becomes a code and the thread's error sentence.
 #include "capture.h"
 #include "load.h"
 #include "transfer.h"

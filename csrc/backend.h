@@ -1,4 +1,4 @@
-// What the library asks of a device: pages, addresses, copies, events. A backend decides nothing.
+// The operations that the library needs of a device: pages, addresses, copies, events. A backend decides nothing.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -7,8 +7,8 @@
 
 namespace staccato {
 
-// Transfers of one lane happen in their order. A load of weights has a lane of its own, so that the KV cache of a
-// request does not wait behind a model.
+// Transfers of a lane happen in the order of submission. Loads of weights have a lane of their own, so that the KV
+// cache of a request does not wait behind a model.
 enum Lane { LOAD, IN, OUT, LANES, ZERO = LANES, STREAMS };
 
 enum Direction { TO_DEVICE = STC_TO_DEVICE, TO_HOST = STC_TO_HOST };
@@ -29,7 +29,7 @@ struct Event {
     virtual ~Event() = default;
     virtual bool done() = 0;  // throws if the device failed
     virtual void wait() = 0;
-    virtual void hold_stream(void* stream) = 0;  // what is put on the stream from now on waits for the event
+    virtual void hold_stream(void* stream) = 0;  // later work of the stream waits for the event
 };
 using EventPtr = std::shared_ptr<Event>;
 
@@ -42,9 +42,9 @@ struct Backend {
 
     virtual uint64_t reserve(uint64_t bytes) = 0;
     virtual void release(uint64_t address, uint64_t bytes) = 0;
-    virtual void map(uint64_t address, uint32_t first_page, uint64_t count) = 0;  // nothing is mapped if it throws
-    virtual void allow(uint64_t address, uint64_t bytes) = 0;                    // once for a whole mapped range
-    virtual void unmap(uint64_t address, uint64_t bytes) = 0;                    // whole pages, all of them mapped
+    virtual void map(uint64_t address, uint32_t first_page, uint64_t count) = 0;  // all or, if it throws, none
+    virtual void allow(uint64_t address, uint64_t bytes) = 0;                    // call once for a whole mapped range
+    virtual void unmap(uint64_t address, uint64_t bytes) = 0;                    // whole mapped pages
     virtual void make_scratch(uint64_t address, uint64_t bytes) = 0;             // ordinary memory, until unmap()
     virtual void zero(Lane, uint64_t address, uint64_t bytes) = 0;
     virtual void copy(Lane, const Copy&, Direction) = 0;

@@ -40,7 +40,7 @@ namespace {
 
 using cuda::driver;
 
-// After these the context is broken for everybody in the process.
+// Results after which the context is broken for the whole process.
 bool deadly(cuda::Result result) {
     static const cuda::Result DEADLY[] = {cuda::DEINITIALIZED, cuda::ECC_UNCORRECTABLE, cuda::ILLEGAL_ADDRESS,
                                           cuda::LAUNCH_TIMEOUT, cuda::ASSERT, cuda::LAUNCH_FAILED, cuda::UNKNOWN};
@@ -56,7 +56,7 @@ void check(cuda::Result result, const char* what) {
     fail(code, what, ": ", why ? why : "unknown error", " (", result, ")");
 }
 
-// The primary context, torch's own, for the time of a call: the thread's current device stays what it was.
+// Makes the primary context, torch's own, current during a call; afterwards the thread's current device is as before.
 class Current {
   public:
     explicit Current(cuda::Context context) { check(driver().context_push(context), "cuCtxPushCurrent"); }
@@ -66,7 +66,7 @@ class Current {
     }
 };
 
-// Making events is slow, so they are used again.
+// A store of events to use again: making events is slow.
 class EventStore {
   public:
     explicit EventStore(cuda::Context context) : context(context) {}
@@ -128,7 +128,7 @@ class CudaEvent : public Event {
     const cuda::EventHandle event_;
 };
 
-// Over when all of them are.
+// An event that is over when all events of a list are over.
 class AllOf : public Event {
   public:
     explicit AllOf(std::vector<EventPtr> events) : events_(std::move(events)) {}
@@ -147,7 +147,7 @@ class AllOf : public Event {
     const std::vector<EventPtr> events_;
 };
 
-// The primary context of a device, kept for as long as this lives.
+// The primary context of a device, retained while the object lives.
 class Primary {
   public:
     explicit Primary(int ordinal) {
@@ -164,14 +164,14 @@ class Primary {
     cuda::Context context_ = nullptr;
 };
 
-// Another device that carries bytes to ours: over its link to the host into a buffer, and on over the link between the
-// two, while the next bytes come into its other buffer (Prism, section 5.2).
+// A helper device that relays bytes to the pool's device: over the helper's link to the host into a buffer, then over
+// the link between the devices, while the next bytes come into the helper's second buffer (Prism, section 5.2).
 class Relay {
   public:
     Relay(int ordinal, cuda::DeviceNumber target, uint64_t bytes);
     ~Relay() { close(); }
 
-    void carry(uint64_t address, const char* host, uint64_t bytes);  // as many as a buffer has at most
+    void carry(uint64_t address, const char* host, uint64_t bytes);  // at most the bytes of a buffer
     void record(std::vector<EventPtr>& events);
     cuda::DeviceNumber device() const { return primary_.device(); }
 
@@ -270,8 +270,8 @@ class Cuda : public Backend {
     std::array<cuda::Stream, STREAMS> streams_{};
     std::shared_ptr<EventStore> events_;
     std::vector<std::unique_ptr<Relay>> relays_;
-    uint64_t piece_bytes_ = 0, turn_ = 0;            // of loads that relays share in
-    std::vector<cuda::AccessDescription> accesses_;  // who reads and writes what is mapped
+    uint64_t piece_bytes_ = 0, turn_ = 0;            // size and turn of pieces shared with relays
+    std::vector<cuda::AccessDescription> accesses_;  // devices that access mapped pages
 };
 
 Cuda::Cuda(const stc_config& config)
@@ -304,7 +304,7 @@ void Cuda::make_relays(const stc_config& config) {
     }
 }
 
-// All handles now and never again: making one is the dearest call of all, 190 us for 2 MiB on an A100.
+// Makes all page handles once: making a handle is the dearest call of all, 190 us for 2 MiB on an A100.
 void Cuda::make_pages(const stc_config& config) {
     cuda::AllocationProperties properties{};
     properties.type = cuda::ALLOCATION_PINNED;
@@ -400,7 +400,7 @@ void Cuda::copy(Lane lane, const Copy& copy, Direction direction) {
     check(driver().copy_2d(&rows, streams_[lane]), "cuMemcpy2DAsync");
 }
 
-// Of a load, one row to the device: pieces in turns over our own link to the host and those of the relays.
+// Copies a row of a load to the device in pieces, in turns over the device's own link to the host and relays' links.
 void Cuda::share_out(const Copy& copy) {
     for (uint64_t at = 0; at < copy.width; at += piece_bytes_) {
         const uint64_t bytes = std::min(piece_bytes_, copy.width - at);

@@ -1,4 +1,4 @@
-// A machine without a GPU as a device: the pool is a memfile, a page is mapped by mmap, a copy is a copy.
+// A machine without a GPU as a device: the pool is a memfile, mmap maps pages, and a copy is a plain copy.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -48,7 +48,7 @@ void copy_row(char* to, const char* from, uint64_t bytes) {
 
 char* pointer(uint64_t address) { return reinterpret_cast<char*>(address); }
 
-// Every copy is over when it returns.
+// The event of a copy on the host: a copy is over when the call returns.
 struct Done : Event {
     bool done() override { return true; }
     void wait() override {}
@@ -99,7 +99,7 @@ Host::Host(const stc_config& config) {
     const uint64_t bytes = pages * page_bytes;
     fd_ = make_memfile("staccato-pool", bytes);
     char* all = nullptr;
-    try {  // mapped for a moment, to get all of its memory now
+    try {  // map the pool for a moment, to get all memory now
         all = reserve_addresses(bytes);
         map_file(reinterpret_cast<uint64_t>(all), 0, pages, 0);
         huge_bytes = make_resident(all, bytes, config.huge_folios && page_bytes % HUGE_BYTES == 0);

@@ -1,4 +1,5 @@
-// Memory of the host in one file that the processes of a node share: images of models, KV cache of parked requests.
+// The host cache: memory of the host in a file shared by a node's processes, for images of models and KV blocks of
+// parked requests.
 #pragma once
 #include "device.h"
 
@@ -13,12 +14,12 @@ class Cache {
     const int fd;
     char* const base;
 
-    char* range(uint64_t offset, uint64_t bytes) const;  // throws if it lies outside
+    char* range(uint64_t offset, uint64_t bytes) const;  // throws if the range lies outside
     uint64_t commit(uint64_t offset, uint64_t bytes);    // returns bytes in 2 MiB folios
     void discard(uint64_t offset, uint64_t bytes);
     void pin(Device&, uint64_t offset, uint64_t bytes);
-    void use(const TicketPtr&);  // a transfer that reads or writes it
-    void close();                // throws while transfers use it; afterwards only the destructor may be called
+    void use(const TicketPtr&);  // notes a transfer that reads or writes the cache
+    void close();                // throws while transfers use the cache; then call only the destructor
 
   private:
     void drop_finished_users();
@@ -27,7 +28,7 @@ class Cache {
         Device* device;
         char* base;
     };
-    std::mutex mu_;  // may be taken under a device's
+    std::mutex mu_;  // may be locked under a device's lock
     std::vector<Pin> pins_;
     std::vector<TicketPtr> users_;
 };

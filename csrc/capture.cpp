@@ -17,7 +17,7 @@ namespace staccato::capture {
 
 namespace {
 
-// What this thread's next allocation must be to get `place`.
+// Conditions for the thread's next allocation to get `place`.
 struct Wanted {
     void* place = nullptr;
     uint64_t least, most, granule;
@@ -34,7 +34,7 @@ thread_local Wanted wanted;
 
 std::mutex mu;
 std::set<uintptr_t>& places = *new std::set<uintptr_t>;  // never destroyed: objects free until the very end
-// Every place lies between these two: nearly every free is decided by them, without the lock.
+// Bounds of all places: the bounds decide nearly every free, without the lock.
 std::atomic<uintptr_t> lowest{UINTPTR_MAX}, highest{0};
 
 void update_bounds() {
@@ -102,7 +102,7 @@ struct Range {
     uintptr_t begin = 0, end = 0;
 };
 
-// It stays loaded for good.
+// Finds a loaded object; from now on the object stays loaded for good.
 const link_map& find(const char* path) {
     void* handle = dlopen(path, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
     if (!handle) fail(STC_STATE, path, " is not loaded: import it first");
@@ -119,7 +119,7 @@ uintptr_t dynamic(const link_map& object, ElfW(Sxword) tag) {
     return entry->d_un.d_ptr;
 }
 
-// Where the object keeps the address of a function that it imports.
+// Places where the object keeps the address of an imported function.
 std::vector<void**> entries_of(const link_map& object, const char* function) {
     const auto* symbols = reinterpret_cast<const ElfW(Sym)*>(dynamic(object, DT_SYMTAB));
     const auto* names = reinterpret_cast<const char*>(dynamic(object, DT_STRTAB));
@@ -184,7 +184,7 @@ void install(const char* path) {
     const link_map& object = find(path);
     const auto allocating = entries_of(object, "posix_memalign"), freeing = entries_of(object, "free");
     const Range sealed = sealed_pages(object);
-    redirect(freeing, sealed, release);  // first: whoever is given a place can free it
+    redirect(freeing, sealed, release);  // first: an object given a place can free the place
     redirect(allocating, sealed, allocate);
 }
 

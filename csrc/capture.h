@@ -1,5 +1,5 @@
-// One allocation of somebody else's shared object at an address of our choice: posix_memalign and free of that object
-// come here first.
+// Gives an allocation of a foreign shared object an address of the caller's choice: the object's calls of
+// posix_memalign and free come here first.
 #pragma once
 #include "error.h"
 
@@ -7,7 +7,7 @@ namespace staccato::capture {
 
 void install(const char* object);
 void next(uint64_t least, uint64_t most, uint64_t granule, void* place);
-uint64_t taken();  // and captures nothing more on this thread
+uint64_t taken();  // ends capturing on this thread
 void forget(void* place);
 
 }  // namespace staccato::capture

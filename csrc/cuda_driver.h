@@ -1,5 +1,5 @@
-// The few functions and types of the CUDA driver that we call, declared here so that building needs no CUDA, and found
-// in libcuda.so.1 when a device is opened. tests/check_driver.cpp compares all of it with NVIDIA's cuda.h.
+// The few functions and types of the CUDA driver in use. Declared here, so that building needs no CUDA; found in
+// libcuda.so.1 when a device is opened. tests/check_driver.cpp compares the declarations with NVIDIA's cuda.h.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -125,6 +125,6 @@ struct Driver {
 #undef STACCATO_DECLARE
 };
 
-const Driver& driver();  // throws where there is none
+const Driver& driver();  // throws if the machine has no driver
 
 }  // namespace staccato::cuda

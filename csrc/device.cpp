@@ -49,7 +49,7 @@ void Worker::run() {
         jobs_.pop_front();
         lock.unlock();
         job();
-        job = nullptr;  // what it holds goes before we sleep
+        job = nullptr;  // objects held by the job go before the thread sleeps
         lock.lock();
     }
 }
@@ -152,8 +152,8 @@ void Device::await_ticket(Ticket& ticket, const Deadline& deadline) {
 //
 //   unmap ──▶ entry {addresses, pages in limbo, tickets} ──reap, when all tickets are over──▶ unmapped, pages free
 //
-// Until then nobody maps anything at these addresses and nobody gets these pages: what still reads or writes them finds
-// what it expects, and an unmap that comes late cannot hit a newer mapping.
+// Until then no call maps pages at the entry's addresses, and no owner gets the entry's pages: a transfer still under
+// way reads and writes the right pages, and a late unmap cannot hit a newer mapping.
 
 void Device::leave(Reservation& reservation, uint64_t first, std::vector<uint32_t> pages,
                    std::vector<TicketPtr> after) {
@@ -170,7 +170,7 @@ void Device::reap() {
         auto tickets = tickets_to_check();
         std::vector<std::list<Leaving>::iterator> entries;
         for (auto entry = move_list.begin(); entry != move_list.end(); ++entry) entries.push_back(entry);
-        lock.unlock();  // asking a device about an event may take its time
+        lock.unlock();  // asking a device about an event may take long
 
         const auto unfinished = [](const TicketPtr& ticket) { return !ticket->succeeded(); };
         tickets.erase(std::remove_if(tickets.begin(), tickets.end(), unfinished), tickets.end());
@@ -207,7 +207,7 @@ void Device::reap() {
     }
 }
 
-// Tickets that succeeded need not be known any more. Failures stay: who asks late must not hear that all went well.
+// Tickets to forget if succeeded. Failed tickets stay known: a caller who asks late must hear of the failure.
 std::vector<TicketPtr> Device::tickets_to_check() {
     std::vector<TicketPtr> tickets;
     if (tickets_.size() < check_tickets_at_) return tickets;
@@ -224,7 +224,7 @@ bool Device::take_away(Leaving& entry) {
     try {
         unmap(entry.reservation->address_of(entry.first), entry.pages.size() * backend->page_bytes);
         return true;
-    } catch (const Error&) {  // the pages stay in limbo, which the counters show; what waits for them is told
+    } catch (const Error&) {  // the pages stay in limbo, as counters show; waiting calls are told
         std::lock_guard<std::mutex> lock(mu);
         counted.unmap_failures++;
         entry.not_before = Clock::now() + UNMAP_RETRY;
@@ -313,7 +313,7 @@ void Device::throttle(double bytes_per_s) {
     bytes_per_s_ = bytes_per_s;
 }
 
-// One link for all lanes of a direction, as PCIe is.
+// Paces copies like PCIe: all lanes of a direction share a link.
 void Device::pace(Direction direction, uint64_t bytes) {
     Clock::time_point until;
     {

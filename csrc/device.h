@@ -1,4 +1,4 @@
-// A device: its pool, the move list of pages that are about to leave, and the threads that copy, map ahead and unmap.
+// A device: the pool, the move list of pages about to leave, and threads to copy, map ahead and unmap.
 #pragma once
 #include <chrono>
 #include <condition_variable>
@@ -31,11 +31,11 @@ struct Deadline {
 };
 inline const Deadline FOREVER(-1);
 
-// A thread with a queue. Jobs answer for their own errors.
+// A thread with a queue of jobs. A job must catch the job's errors.
 class Worker {
   public:
     Worker() : thread_([this] { run(); }) {}
-    ~Worker();  // finishes what is queued
+    ~Worker();  // finishes queued jobs
     void post(std::function<void()> job);
 
   private:
@@ -47,7 +47,7 @@ class Worker {
     std::thread thread_;
 };
 
-// An entry of the move list: it owns these addresses and pages until they are really unmapped.
+// An entry of the move list: owns addresses and pages until the pages are really unmapped.
 struct Leaving {
     Reservation* reservation;
     uint64_t first;  // slot
@@ -66,48 +66,48 @@ class Device {
     ~Device();
 
     const std::unique_ptr<Backend> backend;
-    std::mutex mu;  // guards what follows, up to the next comment; no call into the backend is made under it
+    std::mutex mu;  // guards the members down to the next section; no call of the backend is made under the lock
     Pool pool;
     std::list<Leaving> move_list;  // only reap() takes entries out
-    uint64_t promised = 0;         // pages of loads under way that are not taken yet
+    uint64_t promised = 0;         // pages promised to loads under way, not taken yet
     uint32_t next_owner = 1;
     uint64_t users = 0;  // reservations and pinned ranges
     stc_stats counted{};
 
-    // -- the rest locks by itself, except where it takes a Lock ------------------------------------------------------
-    void announce();  // something changed; mu is held
-    // Asks again whenever something changed, with mu held; false when the deadline has passed.
+    // -- functions that lock mu, except functions that take a Lock ---------------------------------------------------
+    void announce();  // wakes waiting threads after a change; mu is held
+    // Checks `condition`, with mu held, after every change; false if the deadline has passed.
     template <typename Condition>
     bool await(Lock& lock, const Deadline& deadline, Condition condition) {
         if (!deadline.forever) return changed_.wait_until(lock, deadline.at, condition);
         changed_.wait(lock, condition);
         return true;
     }
-    uint64_t coming() const;                            // pages in limbo that will be free by themselves; mu is held
-    std::string shortage(uint64_t pages_wanted) const;  // why there are too few; mu is held
+    uint64_t coming() const;                            // pages in limbo that will become free; mu is held
+    std::string shortage(uint64_t pages_wanted) const;  // reason why pages are short; mu is held
 
-    // Under one lock, so that each queue has its jobs in the order of their tickets.
+    // Make a ticket and post the job under one lock of mu, so that a queue has jobs in the order of tickets.
     TicketPtr new_ticket(uint64_t bytes);
-    TicketPtr find_ticket(uint64_t id);  // null when it is over
+    TicketPtr find_ticket(uint64_t id);  // null if the ticket is over
     void await_submission(Ticket&, const Deadline&);
     void await_ticket(Ticket&, const Deadline&);
 
     void leave(Reservation&, uint64_t first, std::vector<uint32_t> pages, std::vector<TicketPtr> after);  // mu is held
     void settle(const Deadline&);
 
-    // Fails if the injector says so; then does it, and counts.
+    // Operations of the backend: each fails if the fault injector says so, and is counted.
     void map(uint64_t address, uint32_t first_page, uint64_t count);
     void allow(uint64_t address, uint64_t bytes);
     void unmap(uint64_t address, uint64_t bytes);
     void copy(Lane, const Copy&, Direction);
     void zero(Lane, uint64_t address, uint64_t bytes);
 
-    void drain(Lane) noexcept;  // until nothing of it is in flight
+    void drain(Lane) noexcept;  // waits until no work of the lane is in flight
 
     void inject(int operation, uint64_t nth);
     void throttle(double bytes_per_s);
     stc_stats stats();
-    void close();  // throws while it is in use
+    void close();  // throws while the device is in use
 
   private:
     void fault(Operation);
@@ -119,7 +119,7 @@ class Device {
 
     std::condition_variable changed_;
     uint64_t changes_ = 0;
-    std::unordered_map<uint64_t, TicketPtr> tickets_;  // unfinished and failed ones
+    std::unordered_map<uint64_t, TicketPtr> tickets_;  // unfinished and failed tickets
     uint64_t next_ticket_ = 1;
     uint64_t check_tickets_at_ = 256;
     std::array<std::atomic<uint64_t>, OPERATIONS> faults_{};
@@ -130,7 +130,7 @@ class Device {
     std::thread reaper_;
 
   public:
-    // Last, so that they finish their jobs before anything else goes.
+    // Last members, so that threads finish their jobs before other members are destroyed.
     std::array<Worker, LANES> lanes;
     Worker mapper;
 };

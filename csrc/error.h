@@ -1,4 +1,4 @@
-// What the library throws inside; api.cpp turns it into a code and a sentence.
+// Exceptions inside the library; api.cpp turns an exception into a code and a sentence.
 #pragma once
 #include <sstream>
 #include <stdexcept>

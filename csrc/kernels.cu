@@ -1,8 +1,9 @@
-// Gathers scattered KV blocks into one packed buffer on the device, and back: a block of many small pieces then crosses
-// the link as one copy. Compiled at run time by NVRTC, so it includes nothing; `make cuda` tries it for all targets.
+// Gathers scattered KV blocks into a packed buffer on the device, and scatters the buffer again: a block of many small
+// pieces then crosses the link as one copy. NVRTC compiles the file at run time, so the file includes no header; `make
+// cuda` compiles the file for all targets.
 //
-// Launch with one thread block for each (block, piece): grid (blocks, pieces). Block i of the list lies packed where a
-// host block of number i would: `Piece` is stc_piece of staccato_memory.h; its members are multiples of 16.
+// Launch a thread block for each (block, piece): grid (blocks, pieces). Packed block i of the list lies at the place of
+// host block i. `Piece` is stc_piece of staccato_memory.h; the members of a piece must be multiples of 16.
 
 struct Piece {
     unsigned long long device_offset, device_stride, host_offset, host_stride, bytes;

@@ -6,7 +6,7 @@ namespace staccato {
 
 namespace {
 
-constexpr uint64_t IN_FLIGHT = 4;  // chunks handed to the device: enough to keep it busy, few enough to cancel soon
+constexpr uint64_t IN_FLIGHT = 4;  // chunks queued at the device: enough to keep it busy, few enough to cancel soon
 
 struct Part {
     uint64_t address;
@@ -21,10 +21,10 @@ struct Chunk {
     std::vector<uint32_t> pages;
 };
 
-// What is to be done, decided before anything is done.
+// The work of a load, decided before the load begins.
 struct Plan {
-    std::vector<Chunk> chunks;                         // of pages that are not there
-    std::vector<std::pair<uint64_t, uint32_t>> clean;  // slots and pages that are
+    std::vector<Chunk> chunks;                         // missing pages
+    std::vector<std::pair<uint64_t, uint32_t>> clean;  // clean pages: slot and page
     uint64_t pages = 0, bytes = 0;
 };
 
@@ -38,7 +38,7 @@ std::vector<stc_segment> in_order(std::vector<stc_segment> segments) {
     return segments;
 }
 
-// The segments' share of a chunk, and zeroes between them. `at` is the first segment that may reach into it.
+// The segments' parts of a chunk, and zeroes between segments. `at`: the first segment that may reach into the chunk.
 std::vector<Part> parts_of(const Reservation& reservation, const Cache& cache, const std::vector<stc_segment>& segments,
                            uint64_t& at, uint64_t begin, uint64_t end) {
     std::vector<Part> parts;
@@ -61,7 +61,7 @@ Plan make_plan(const Reservation& reservation, const Cache& cache, const std::ve
     const uint64_t page_bytes = reservation.device.backend->page_bytes;
     const uint64_t chunk_pages = std::max<uint64_t>(1, chunk_bytes / page_bytes);
     Plan plan;
-    uint64_t next = 0;  // slot that has not been looked at
+    uint64_t next = 0;  // first slot not looked at yet
     for (const stc_segment& segment : segments) {
         cache.range(segment.cache_offset, segment.bytes);
         const Slots range = reservation.slots_of(segment.offset, segment.bytes);
@@ -96,9 +96,9 @@ class Load {
     Load(Reservation& reservation, Plan plan)
         : device_(reservation.device), reservation_(reservation), plan_(std::move(plan)) {}
 
-    TicketPtr claim();  // takes the addresses and the promise of pages; device.mu is held
-    void map_ahead();   // the mapper's thread
-    void stream();      // the lane's thread
+    TicketPtr claim();  // claims addresses and a promise of pages; device.mu is held
+    void map_ahead();   // runs on the mapper's thread
+    void stream();      // runs on the lane's thread
 
   private:
     void take_pages(Chunk&);
@@ -112,11 +112,11 @@ class Load {
     }
 
     Device& device_;
-    Reservation& reservation_;  // lives: it can't be released while slots are arriving
+    Reservation& reservation_;  // lives: a reservation with arriving slots can't be released
     Plan plan_;
     TicketPtr ticket_;
     // Guarded by device.mu:
-    uint64_t mapped_ = 0;  // chunks
+    uint64_t mapped_ = 0;  // number of chunks
     bool mapper_done_ = false;
     std::optional<Error> error_;
 };
@@ -150,8 +150,8 @@ void Load::map_ahead() {
     device_.announce();
 }
 
-// Pages in limbo that it waits for hang on older tickets alone, so that loads never wait for each other in a circle;
-// and what is promised to loads is taken by nobody else.
+// Waits for pages. Pages in limbo depend only on older tickets, so loads never wait for each other in a circle, and no
+// other call takes pages promised to loads.
 void Load::take_pages(Chunk& chunk) {
     Lock lock(device_.mu);
     device_.await(lock, FOREVER, [&] {
@@ -165,7 +165,7 @@ void Load::take_pages(Chunk& chunk) {
     });
     chunk.pages = device_.pool.take(chunk.count);
     device_.promised -= chunk.count;
-    for (uint32_t page : chunk.pages) device_.pool[page].owner = STC_MIXED;  // until all of it has landed
+    for (uint32_t page : chunk.pages) device_.pool[page].owner = STC_MIXED;  // until the whole load has landed
 }
 
 void Load::stream() {
@@ -222,7 +222,7 @@ void Load::finish() {
     device_.announce();
 }
 
-// Everything as it was: nothing in flight, the mapper idle, then pages and promises go back.
+// Undoes the load: waits until no copy is in flight and the mapper is idle, then gives pages and promises back.
 void Load::undo(const Error& error) {
     device_.drain(LOAD);
     Lock lock(device_.mu);

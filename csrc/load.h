@@ -1,4 +1,4 @@
-// A load brings a model's pages back: it maps ahead in one thread and copies in another, all or nothing.
+// A load brings a model's pages back, all or none: one thread maps ahead, another thread copies.
 #pragma once
 #include "cache.h"
 #include "reservation.h"

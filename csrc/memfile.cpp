@@ -46,11 +46,11 @@ uint64_t make_resident(char* base, uint64_t bytes, bool huge) {
     uint64_t collapsed = 0;
     for (uint64_t at = first; huge && at + HUGE_BYTES <= bytes; at += STRIDE) {
         const uint64_t length = std::min(STRIDE, bytes - at) / HUGE_BYTES * HUGE_BYTES;
-        // The kernel collapses only where there is a page already: one small page seeds each folio.
+        // The kernel collapses only ranges with a page: a small page seeds each folio.
         for (uint64_t seed = at; seed < at + length; seed += HUGE_BYTES) {
             madvise(base + seed, 4096, MADV_POPULATE_WRITE);
         }
-        if (madvise(base + at, length, MADV_COLLAPSE) == 0) collapsed += length;  // it may refuse: then small pages
+        if (madvise(base + at, length, MADV_COLLAPSE) == 0) collapsed += length;  // else small pages stay
     }
     if (madvise(base, bytes, MADV_POPULATE_WRITE) != 0) {
         fail(errno == EINVAL ? STC_UNSUPPORTED : STC_NO_MEMORY, "no memory for ", mebibytes(bytes), " MiB: ",

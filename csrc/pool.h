@@ -1,4 +1,4 @@
-// The pages of a device: which state each is in, whose bytes it holds, which transfers touch it. Only bookkeeping.
+// The pages of a device: a page's state, the owner of a page's bytes, transfers that touch a page. Only bookkeeping.
 #pragma once
 #include <array>
 #include <vector>
@@ -17,7 +17,7 @@ enum PageState : uint8_t {
 struct Page {
     PageState state = FREE;
     uint32_t owner = 0;                     // as in stc_page
-    std::array<uint64_t, LANES> touched{};  // the newest ticket of each lane; older ones of a lane are over before it
+    std::array<uint64_t, LANES> touched{};  // newest ticket of each lane; a lane's older tickets are over before
 };
 
 class Pool {
@@ -33,8 +33,8 @@ class Pool {
         counts_[pages_[page].state = state]++;
     }
 
-    // Exactly `count` free pages, which must be there; they are mapped from now on. The search goes on where the last
-    // one ended, which keeps neighbours together: a run of pages is mapped by one call.
+    // Takes `count` free pages and marks the pages as mapped; the pool must have as many free pages. The search begins
+    // at the end of the last search. Neighbours stay together that way: a run of pages is mapped by one call.
     std::vector<uint32_t> take(uint64_t count) {
         std::vector<uint32_t> taken;
         taken.reserve(count);

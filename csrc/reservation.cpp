@@ -6,7 +6,7 @@ namespace staccato {
 
 namespace {
 
-// Neighbouring pages from `at` on.
+// Number of neighbouring pages from `at` on.
 uint64_t run_length(const std::vector<uint32_t>& pages, uint64_t at) {
     uint64_t end = at + 1;
     while (end < pages.size() && pages[end] == pages[end - 1] + 1) end++;
@@ -85,7 +85,7 @@ void Reservation::map(uint64_t offset, uint64_t bytes, const Deadline& deadline)
     }
 }
 
-// What is promised to loads is not ours, also when it is free.
+// Waits for free pages and takes the pages. Free pages promised to loads are left for the loads.
 std::vector<uint32_t> Reservation::await_pages(Lock& lock, Slots range, const Deadline& deadline) {
     const auto there = [&] {
         const uint64_t wanted = range.count + device.promised, free = device.pool.count(FREE);
@@ -117,7 +117,8 @@ void Reservation::attach(uint64_t first_slot, const std::vector<uint32_t>& pages
     }
 }
 
-// Another's bytes must not be read, and where they are NaN to us they spoil even masked attention: 0 * NaN is NaN.
+// Zeroes pages with bytes of other owners. Other owners' bytes must not be read, and bytes that are NaN to this owner
+// spoil even masked attention: 0 * NaN is NaN.
 void Reservation::zero_foreign_pages(uint64_t first_slot, const std::vector<uint32_t>& pages) {
     bool any = false;
     for (uint64_t i = 0; i < pages.size(); i++) {
@@ -141,7 +142,7 @@ void Reservation::unmap(uint64_t offset, uint64_t bytes, uint64_t after) {
     unmap_slots(range, device.find_ticket(after));
 }
 
-// One entry of the move list for each stretch without a hole.
+// Makes an entry of the move list for each stretch without a hole.
 void Reservation::unmap_slots(Slots range, TicketPtr after) {
     const uint64_t end = range.first + range.count;
     for (uint64_t first = range.first; first < end;) {

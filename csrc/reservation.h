@@ -1,10 +1,10 @@
-// Addresses that one owner keeps for good, and the pages that are mapped there now.
+// Addresses that an owner keeps for good, and the pages mapped there now.
 #pragma once
 #include "device.h"
 
 namespace staccato {
 
-struct Slots {  // of one page each
+struct Slots {  // a range of slots; a slot has the addresses of a page
     uint64_t first;
     uint64_t count;
 };
@@ -22,12 +22,13 @@ class Reservation {
     const uint64_t bytes;
     const uint64_t address;
     const uint32_t owner;
-    // A page or one of these; guarded by device.mu. What leaves is NONE here: the move list has it.
+    // By slot, a page or a constant above; guarded by device.mu. The slot of a leaving page is NONE: the move list has
+    // the page.
     std::vector<uint32_t> slots;
 
     uint64_t address_of(uint64_t slot) const { return address + slot * device.backend->page_bytes; }
-    Slots slots_of(uint64_t offset, uint64_t bytes) const;      // any range; throws if it lies outside
-    Slots whole_slots(uint64_t offset, uint64_t bytes) const;   // throws if it isn't whole pages
+    Slots slots_of(uint64_t offset, uint64_t bytes) const;      // any range; throws if the range lies outside
+    Slots whole_slots(uint64_t offset, uint64_t bytes) const;   // throws if the range is not whole pages
 
     void map(uint64_t offset, uint64_t bytes, const Deadline&);
     void unmap(uint64_t offset, uint64_t bytes, uint64_t after);
@@ -35,15 +36,15 @@ class Reservation {
     void residency(uint64_t offset, uint64_t bytes, uint64_t& mapped, uint64_t& clean);
     void scratch(uint64_t offset, uint64_t bytes, bool on);
     int export_page(uint64_t offset, uint64_t& fd_offset);
-    void release(const Deadline&);  // afterwards only the destructor may be called
+    void release(const Deadline&);  // then call only the destructor
 
     // -- device.mu is held -------------------------------------------------------------------------------------------
     bool all_are(Slots, uint32_t value) const;
     void fill(Slots, uint32_t value);
-    bool leaving(Slots) const;          // the move list still owns some of these addresses
-    void refuse_hopeless(Slots) const;    // throws when they will not come free by themselves
+    bool leaving(Slots) const;          // whether the move list still owns addresses of the range
+    void refuse_hopeless(Slots) const;    // throws if addresses of the range will not become free
 
-    // Maps pages that were taken for it. If that fails in the middle, what was mapped leaves and the rest is free.
+    // Maps pages taken for this reservation. If mapping fails in the middle, mapped pages leave, and the rest is free.
     void attach(uint64_t first_slot, const std::vector<uint32_t>& pages, bool zero_foreign);
 
   private:

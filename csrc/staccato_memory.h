@@ -1,13 +1,14 @@
-/* The memory of one device as one pool of pages: what other languages call. Plain C, no torch, no CUDA headers.
+/* The memory of one device as a pool of pages: the interface for other languages. Plain C, no torch, no CUDA headers.
  *
  * Every physical page of the pool is made once, when the device is opened. A model reserves addresses once and keeps
- * them; pages come and go below them. A page is in exactly one state: free, mapped, clean (mapped, its content can be
- * loaded again, so it may be given away), or limbo (to be unmapped as soon as the transfers that touch it are over).
+ * the addresses; pages come and go below the addresses. A page is in exactly one state: free, mapped, clean (mapped,
+ * but the content can be loaded again, so the page may be given away), or limbo (to be unmapped as soon as the
+ * transfers that touch the page are over).
  *
- * Handles are opaque; who opens closes. All calls are thread safe, except that nobody may use a handle while it is
- * being closed or later. Nothing calls back. Calls return 0 or a negative code, and stc_last_error() then says in one
- * sentence, for this thread, what was asked, the numbers and what to do. Nothing aborts; what touches many pages does
- * all or nothing.
+ * Handles are opaque; the caller that opens a handle closes the handle. All calls are thread safe, but no thread may
+ * use a handle during the closing call or later. No call calls back. A call returns 0 or a negative code; after a
+ * negative code stc_last_error() returns a sentence, for this thread, with the request, the numbers and the remedy. No
+ * call aborts the process. A call that touches many pages does everything or nothing.
  * A timeout below 0 waits without limit.                                                                            */
 #pragma once
 #include <stdint.h>
@@ -26,16 +27,16 @@ typedef uint64_t stc_ticket;                    /* one transfer; 0 is a transfer
 
 enum {
     STC_OK = 0,
-    STC_INVALID = -1,      /* the call makes no sense: bounds, alignment, unknown ticket */
+    STC_INVALID = -1,      /* the arguments make no sense: bounds, alignment, unknown ticket */
     STC_NO_ADDRESSES = -2, /* no virtual addresses left */
-    STC_NO_PAGES = -3,     /* the pool has too few free pages, and too few are on their way */
+    STC_NO_PAGES = -3,     /* the pool has too few free pages, and too few will become free */
     STC_STATE = -4,        /* not now: mapped already, not mapped, still in use */
     STC_DRIVER = -5,       /* the kernel or the driver refused */
-    STC_UNSUPPORTED = -6,  /* this machine can't */
+    STC_UNSUPPORTED = -6,  /* this machine can't do the operation */
     STC_NO_MEMORY = -7,    /* the host or the device has less memory than asked for */
     STC_CANCELLED = -8,
     STC_TIMEOUT = -9,
-    STC_DEAD = -10 /* the device's context is broken for good: open it again in a new process */
+    STC_DEAD = -10 /* the device's context is broken for good: open the device again in a new process */
 };
 
 /* -- device ------------------------------------------------------------------------------------------------------ */
@@ -44,20 +45,20 @@ enum { STC_BACKEND_HOST = 0, STC_BACKEND_CUDA = 1 };
 
 typedef struct {
     uint32_t backend;
-    int32_t ordinal;      /* CUDA: which device */
-    uint64_t page_bytes;  /* 0: 2 MiB on the host; 32 MiB on CUDA, where mapping costs by the page, not by the byte */
+    int32_t ordinal;      /* CUDA: number of the device */
+    uint64_t page_bytes;  /* 0: 2 MiB on the host; 32 MiB on CUDA: mapping costs by the page there, not by the byte */
     uint64_t pool_bytes;  /* rounded down to whole pages */
     uint32_t huge_folios; /* host: ask the kernel for 2 MiB folios; without them mapping is 100 times dearer */
     uint32_t exportable;  /* CUDA: pages can be handed to other processes */
-    uint32_t helpers;     /* CUDA: other devices, a bit for each ordinal, whose links to the host carry loads, too */
-    uint64_t relay_bytes; /* of such a device, for what passes through; 0: 32 MiB */
+    uint32_t helpers;     /* CUDA: bits of other devices, by ordinal: helpers' links to the host carry loads, too */
+    uint64_t relay_bytes; /* of each helper's memory, for data passing through; 0: 32 MiB */
 } stc_config;
 
 typedef struct {
     uint64_t page_bytes, pages_total, pages_free, pages_mapped, pages_clean, pages_limbo;
-    uint64_t pages_promised; /* to loads under way, not taken yet */
-    uint64_t reserved_bytes; /* addresses */
-    uint64_t huge_bytes;     /* of the pool, in 2 MiB folios */
+    uint64_t pages_promised; /* promised to loads under way, not taken yet */
+    uint64_t reserved_bytes; /* bytes of addresses */
+    uint64_t huge_bytes;     /* bytes of the pool in 2 MiB folios */
     uint64_t map_calls, unmap_calls, unmap_failures, copy_calls;
     uint64_t to_device_bytes, to_host_bytes, zeroed_bytes;
     double map_s, unmap_s, copy_s;
@@ -65,11 +66,11 @@ typedef struct {
 
 enum { STC_PAGE_FREE = 0, STC_PAGE_MAPPED = 1, STC_PAGE_CLEAN = 2, STC_PAGE_LIMBO = 3 };
 
-#define STC_MIXED UINT32_MAX /* of a load under way, or of one that failed in the middle */
+#define STC_MIXED UINT32_MAX /* owner of pages of a load under way, or of a load failed in the middle */
 
 typedef struct {
     uint32_t state;
-    uint32_t owner; /* whose bytes are in it, also when it is free; 0: nobody's; STC_MIXED: several owners' */
+    uint32_t owner; /* owner of the bytes in the page, even a free page; 0: no owner; STC_MIXED: several owners */
 } stc_page;
 
 STC_EXPORT int stc_abi(void);
@@ -80,8 +81,8 @@ STC_EXPORT int stc_device_stats(stc_device *, stc_stats *out);
 STC_EXPORT int stc_device_pages(stc_device *, stc_page *out, uint64_t count); /* the page map, from page 0 on */
 STC_EXPORT int stc_device_settle(stc_device *, double timeout_s);             /* waits until no page is in limbo */
 
-/* For tests and rehearsals: bytes per second in each direction (0: as fast as it goes), and the nth map, copy or unmap
- * from now on fails once (0: none). */
+/* For tests and rehearsals. Throttle: bytes per second in each direction (0: full speed). Fault: the nth map, copy or
+ * unmap from now on fails once (0: none). */
 enum { STC_FAULT_MAP = 0, STC_FAULT_COPY = 1, STC_FAULT_UNMAP = 2 };
 STC_EXPORT int stc_device_throttle(stc_device *, double bytes_per_s);
 STC_EXPORT int stc_device_fault(stc_device *, int operation, uint64_t nth);
@@ -90,37 +91,37 @@ STC_EXPORT int stc_device_fault(stc_device *, int operation, uint64_t nth);
 
 typedef struct {
     uint64_t address, bytes; /* bytes rounded up to whole pages */
-    uint32_t owner;          /* as in stc_page; never used again */
+    uint32_t owner;          /* as in stc_page; a number is never used again */
 } stc_place;
 
 STC_EXPORT int stc_reserve(stc_device *, uint64_t bytes, stc_reservation **out, stc_place *place);
-/* Unmaps what is left and gives the addresses back. STC_STATE while it is being loaded. */
+/* Unmaps the pages left and gives the addresses back. STC_STATE during a load of the reservation. */
 STC_EXPORT int stc_release(stc_reservation *, double timeout_s);
-/* Pages for an empty range. They hold this owner's old bytes or zeroes, never another's. Waits for pages in limbo where
- * those that are free do not suffice, and for its own addresses where they are still in limbo. */
+/* Maps pages into an empty range. The pages hold old bytes of this owner, or zeroes, never bytes of another owner.
+ * Waits for pages in limbo if too few pages are free, and for addresses of the range that are still in limbo. */
 STC_EXPORT int stc_map(stc_reservation *, uint64_t offset, uint64_t bytes, double timeout_s);
-/* Pages go to the move list and are free as soon as `after` and every transfer that touches them is over; returns at
- * once. What isn't mapped is passed over. */
+/* Puts pages on the move list; returns at once. The pages become free as soon as `after` and every transfer that
+ * touches the pages are over. Unmapped parts of the range are passed over. */
 STC_EXPORT int stc_unmap(stc_reservation *, uint64_t offset, uint64_t bytes, stc_ticket after);
-/* Mapped pages become clean cache: stc_load takes them as they are, stc_unmap gives them to others. */
+/* Turns mapped pages into clean cache: stc_load takes clean pages as they are, stc_unmap frees clean pages. */
 STC_EXPORT int stc_mark_clean(stc_reservation *, uint64_t offset, uint64_t bytes);
 STC_EXPORT int stc_residency(stc_reservation *, uint64_t offset, uint64_t bytes, uint64_t *mapped, uint64_t *clean);
-/* Host only: ordinary memory of the machine below whole pages that are not mapped (on = 1), for what is built at its
- * final address before any page is there, and nothing again (on = 0). stc_map and stc_load of it are STC_STATE,
- * stc_unmap passes it over, stc_release takes it away. */
+/* Host only. on = 1 puts ordinary memory of the machine below whole unmapped pages: scratch memory, for building a
+ * model at the final addresses before any page is there. on = 0 takes the memory away. On scratch memory, stc_map and
+ * stc_load return STC_STATE, stc_unmap does nothing, and stc_release takes the memory away. */
 STC_EXPORT int stc_scratch(stc_reservation *, uint64_t offset, uint64_t bytes, int on);
-/* A file descriptor through which another process maps the page at `offset`, and where the page begins in that file. */
+/* Returns a file descriptor for another process to map the page at `offset`, and the page's offset in the file. */
 STC_EXPORT int stc_export_page(stc_reservation *, uint64_t offset, int *fd, uint64_t *fd_offset);
 
 /* -- host memory ------------------------------------------------------------------------------------------------- */
 
-/* fd < 0 makes a new file of `bytes`; else the file of another process, which stays the caller's to close. Addresses
- * only: stc_cache_commit gets memory. */
+/* fd < 0 makes a new file of `bytes`; else `fd` is the file of another process, and the caller closes `fd` later. The
+ * call reserves only addresses: stc_cache_commit gets memory. */
 STC_EXPORT int stc_cache_open(int fd, uint64_t bytes, stc_cache **out, void **base, int *own_fd);
-STC_EXPORT int stc_cache_close(stc_cache *); /* STC_STATE while transfers use it */
+STC_EXPORT int stc_cache_close(stc_cache *); /* STC_STATE while transfers use the cache */
 STC_EXPORT int stc_cache_commit(stc_cache *, uint64_t offset, uint64_t bytes, uint64_t *huge_bytes);
 STC_EXPORT int stc_cache_discard(stc_cache *, uint64_t offset, uint64_t bytes); /* memory back to the machine */
-/* Once in each process and range, off the hot path: committed memory the device can read at full speed. */
+/* Lets the device read committed memory at full speed. Call once in each process and range, off the hot path. */
 STC_EXPORT int stc_cache_pin(stc_cache *, stc_device *, uint64_t offset, uint64_t bytes);
 
 /* -- transfers --------------------------------------------------------------------------------------------------- */
@@ -132,16 +133,16 @@ typedef struct {
 } stc_segment;
 
 /* Maps and fills the pages that the segments touch, mapping ahead of copying, a chunk of whole pages at a time; clean
- * pages are kept as they are. The pages are promised at once (STC_NO_PAGES if there are too few). If it fails or is
- * cancelled, all is as before the call. */
+ * pages are kept as they are. The call promises the pages at once (STC_NO_PAGES if the pool has too few). If the load
+ * fails or is cancelled, everything is as before the call. */
 STC_EXPORT int stc_load(stc_reservation *, stc_cache *, const stc_segment *, uint64_t count, uint64_t chunk_bytes,
                         stc_ticket *out);
-/* Mapped pages only. Begins when `after` is over. */
+/* Copies a range; all pages must be mapped. The copy begins when `after` is over. */
 STC_EXPORT int stc_copy(stc_reservation *, uint64_t offset, stc_cache *, uint64_t cache_offset, uint64_t bytes,
                         int direction, stc_ticket after, stc_ticket *out);
 
-/* One layer's share of a block: block i lies at device_offset + i * device_stride and, on the host, at
- * host_offset + i * host_stride. Neighbours on both sides travel as one. */
+/* A layer's share of blocks: the share of block i lies at device_offset + i * device_stride and, on the host, at
+ * host_offset + i * host_stride. Neighbours on both sides are copied as one. */
 typedef struct {
     uint64_t device_offset, device_stride, host_offset, host_stride, bytes;
 } stc_piece;
@@ -150,29 +151,29 @@ STC_EXPORT int stc_copy_blocks(stc_reservation *, stc_cache *, const stc_piece *
                                const uint32_t *device_blocks, const uint32_t *host_blocks, uint64_t blocks,
                                int direction, stc_ticket after, stc_ticket *out);
 
-STC_EXPORT int stc_ticket_poll(stc_device *, stc_ticket); /* 1 over, 0 under way, < 0 it failed */
+STC_EXPORT int stc_ticket_poll(stc_device *, stc_ticket); /* 1: over, 0: under way, < 0: failed */
 STC_EXPORT int stc_ticket_wait(stc_device *, stc_ticket, double timeout_s);
-/* Bytes that are there, from the beginning on without a gap; UINT64_MAX when the ticket is over and forgotten. */
+/* Bytes copied from the beginning on without a gap; UINT64_MAX if the ticket is over and forgotten. */
 STC_EXPORT int stc_ticket_landed(stc_device *, stc_ticket, uint64_t *bytes);
-STC_EXPORT int stc_ticket_cancel(stc_device *, stc_ticket);                  /* a wish: see what became of it */
-/* CUDA: a ticket for all that was put on a stream so far; a stream that waits for a ticket. */
+STC_EXPORT int stc_ticket_cancel(stc_device *, stc_ticket);                  /* only a wish: poll or wait for the end */
+/* CUDA: makes a ticket for all work put on a stream so far; lets later work of a stream wait for a ticket. */
 STC_EXPORT int stc_stream_ticket(stc_device *, void *stream, stc_ticket *out);
 STC_EXPORT int stc_stream_wait(stc_device *, stc_ticket, void *stream, double timeout_s);
 
 /* -- captured allocations ---------------------------------------------------------------------------------------- */
 
-/* Linux on x86-64 with glibc: one allocation that somebody else's shared object makes inside one of its calls gets an
- * address of our choice. What that object asks posix_memalign for and gives to free passes through here from now on;
- * the rest of the process is left alone. `object` is the path of an object that is loaded (else STC_STATE), in which no
- * other thread runs just now. Again does no harm. The object and this library are never unloaded. */
+/* Linux on x86-64 with glibc: give an allocation of a foreign shared object an address of the caller's choice. From now
+ * on the object's calls of posix_memalign and free pass through this library; the rest of the process is left alone.
+ * `object`: path of a loaded object (else STC_STATE); no other thread may run in the object during the call. A second
+ * call does nothing. The object and this library are never unloaded. */
 STC_EXPORT int stc_capture_install(const char *object);
-/* The next allocation of this thread that asks for `least` bytes, or for more in whole granules up to `most`, and for no
- * alignment that `place` lacks, gets `place`, where the caller keeps `most` bytes. When such an object frees `place`,
- * nothing happens. */
+/* Gives `place` to the thread's next allocation of `least` bytes, or of more in whole granules up to `most`, with no
+ * alignment that `place` lacks. The caller keeps `most` bytes at `place`. If an installed object frees `place`, nothing
+ * happens. */
 STC_EXPORT int stc_capture_next(uint64_t least, uint64_t most, uint64_t granule, void *place);
-/* How many bytes were asked for; 0: there was no such allocation. This thread captures nothing more. */
+/* Returns the size of the captured allocation; 0: no allocation was captured. The thread captures nothing more. */
 STC_EXPORT int stc_capture_taken(uint64_t *bytes);
-/* Once what was allocated at `place` was freed, or never will be: later frees of this address are real ones. */
+/* Makes later frees of `place` real. Call once the allocation at `place` was freed, or never will be. */
 STC_EXPORT int stc_capture_forget(void *place);
 
 #ifdef __cplusplus

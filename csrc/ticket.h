@@ -1,4 +1,4 @@
-// A ticket stands for one transfer: whoever holds it can ask, cancel, and let other work wait for it.
+// A ticket stands for a transfer: a holder can poll, cancel, and let other work wait for the transfer.
 #pragma once
 #include <atomic>
 #include <optional>
@@ -12,11 +12,11 @@ class Ticket {
   public:
     Ticket(uint64_t id, uint64_t bytes) : id(id), bytes(bytes) {}
 
-    const uint64_t id;  // in the order of submission: a ticket only ever waits for smaller ones
+    const uint64_t id;  // in the order of submission: a ticket waits only for tickets with smaller ids
     const uint64_t bytes;
     std::atomic<bool> cancelled{false};
 
-    // One of these two, once, by the thread that carries it out; it fails only when nothing is in flight any more.
+    // The thread that carries out the transfer calls `submit` or `fail`, once; `fail` only with no copy in flight.
     void submit(EventPtr event) {
         event_ = std::move(event);
         state_.store(SUBMITTED, std::memory_order_release);
@@ -29,12 +29,12 @@ class Ticket {
 
     bool pending() const { return state() == PENDING; }
 
-    // Nothing of this transfer touches memory any more.
+    // Whether the transfer touches memory no more.
     bool over() const {
         try {
             return finished();
         } catch (const Error&) {
-            return true;  // the device is gone, and the transfer with it
+            return true;  // the transfer failed, or the device is gone
         }
     }
 
@@ -46,13 +46,13 @@ class Ticket {
         }
     }
 
-    // Throws what it failed of.
+    // Whether the transfer succeeded by now; throws the error of a failed transfer.
     bool finished() const {
         if (state() == FAILED) throw *error_;
         return state() == SUBMITTED && event_->done();
     }
 
-    // Where it will be over; only when it isn't pending.
+    // The event at the end of the transfer; call only if the transfer is not pending.
     Event& event() const {
         if (state() == FAILED) throw *error_;
         return *event_;

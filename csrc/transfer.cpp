@@ -7,16 +7,16 @@ namespace staccato {
 
 namespace {
 
-constexpr uint64_t LARGEST_COPY = 32 << 20;  // between two of them a transfer can be cancelled
-constexpr uint64_t LARGEST_STRIDE = 2ull << 30;  // times a block's number it still fits 64 bits
+constexpr uint64_t LARGEST_COPY = 32 << 20;  // between two copies a transfer can be cancelled
+constexpr uint64_t LARGEST_STRIDE = 2ull << 30;  // a stride times a block's number still fits 64 bits
 
-using Blocks = std::vector<std::pair<uint32_t, uint32_t>>;  // device, host
+using Blocks = std::vector<std::pair<uint32_t, uint32_t>>;  // device block, host block
 
 void carry_out(Device& device, const TicketPtr& ticket, const TicketPtr& after, Lane lane, Direction direction,
                const std::vector<Copy>& copies) {
     try {
         if (after) {
-            device.await_submission(*after, FOREVER);  // an older ticket: never behind us in a queue
+            device.await_submission(*after, FOREVER);  // an older ticket: never behind this job in a queue
             device.backend->hold_lane(lane, after->event());
         }
         for (const Copy& copy : copies) {
@@ -36,7 +36,7 @@ void carry_out(Device& device, const TicketPtr& ticket, const TicketPtr& after, 
     }
 }
 
-// Every page that a copy reads or writes, by slot.
+// Visits the slot of every page that a copy reads or writes.
 template <typename Visit>
 void each_slot(const Reservation& reservation, const Copy& copy, Visit visit) {
     for (uint64_t row = 0; row < copy.rows; row++) {
@@ -77,7 +77,7 @@ TicketPtr queue(Reservation& reservation, Cache& cache, std::vector<Copy> copies
     return ticket;
 }
 
-// The blocks in the order of their targets; two blocks on one target would be a race.
+// Sorts blocks by target; two blocks with an equal target would be a race.
 Blocks in_order(const uint32_t* device_blocks, const uint32_t* host_blocks, uint64_t count, Direction direction) {
     Blocks blocks;
     for (uint64_t i = 0; i < count; i++) blocks.emplace_back(device_blocks[i], host_blocks[i]);
@@ -91,7 +91,7 @@ Blocks in_order(const uint32_t* device_blocks, const uint32_t* host_blocks, uint
     return blocks;
 }
 
-// Neighbours on both sides: one copy where the pieces of neighbours touch, else one of many rows.
+// Fuses blocks that are neighbours on both sides: a plain copy if the pieces of neighbours touch, else a copy of rows.
 Copy fuse(const Reservation& reservation, const Cache& cache, const stc_piece& piece, const Blocks& blocks,
           uint64_t first, uint64_t count) {
     const uint64_t on_device = piece.device_offset + blocks[first].first * piece.device_stride;

@@ -1,4 +1,4 @@
-// Copies between mapped pages and the host: ranges and KV blocks. Queued here, carried out by the thread of a lane.
+// Copies of ranges and KV blocks between mapped pages and the host: queued here, carried out by a lane's thread.
 #pragma once
 #include "cache.h"
 #include "reservation.h"

@@ -1,4 +1,4 @@
-"""The gateway process: control plane, tenants' endpoints, health. Put together here, served by uvicorn."""
+"""The gateway process: control plane, tenants' endpoints and health, assembled here and served by uvicorn."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from dataclasses import dataclass
 import structlog
 import uuid_utils
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway import dashboard, organization
-from gateway.auth import Auth
-from gateway.config import Settings, admin_key, load, pepper
-from gateway.control import Control, Engines
-from gateway.fleet import Fleet
-from gateway.front import Deps, Fronts, reasoning_parsers, supported_architectures, tool_parsers
-from gateway.inference import Bounds, Inference
-from gateway.limits import Limits, protocol, raise_open_files
-from gateway.meter import Meter
-from gateway.metrics import Metrics
-from gateway.quotas import Quotas
-from gateway.recent import Recent
-from gateway.relay import Relay
-from gateway.sources import Sources
-from store import grants, observe, signs
+from gateway import dashboard
+from gateway.billing import organization
+from gateway.config import Settings, admin_key, load, metrics_key, pepper
+from gateway.control.routes import ControlPlane, Engines
+from gateway.http.auth import Auth
+from gateway.http.limits import ConnectionLimits, protocol, raise_open_files
+from gateway.http.reserve import Reserve
+from gateway.imports.sources import Sources
+from gateway.inference.admission import Quotas
+from gateway.inference.endpoint import Bounds, Inference
+from gateway.inference.meter import Meter
+from gateway.inference.metrics import Metrics
+from gateway.inference.pulse import Pulse
+from gateway.inference.recent import Recent
+from gateway.inference.relay import Relay
+from gateway.inference.runtimes import RuntimesView
+from gateway.ops.health import Health
+from gateway.vllm.front import Deps, Fronts, reasoning_parsers, supported_architectures, tool_parsers
 from store.bus import Bus, BusError, ended
-from store.db import Database, DatabaseError
+from store.contract import grants
+from store.db.database import Database, DatabaseError
+from store.files.records import RecordFile, appended
 from store.settings import SettingsError
-from store.tracing import Traces, TracesError, configured
+from store.telemetry import observe, signs
+from store.telemetry.tracing import Traces, TracesError, configured
 
 log = structlog.get_logger()
 
@@ -47,11 +49,11 @@ DRAIN_S = 30.0  # longest wait for open streams after SIGTERM
 
 @dataclass
 class Gateway:
-    """The ASGI app: tenants' endpoints first, they are the hot path; everything else is Starlette's."""
+    """The ASGI app. Tenants' endpoints are the hot path and come first; Starlette serves all further requests."""
 
     inference: Inference
     rest: Starlette
-    end_streams: Callable[[], None]  # those that have no end of their own
+    end_streams: Callable[[], None]  # ends the streams without an end of their own
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
@@ -63,31 +65,38 @@ class Gateway:
 
 @contextlib.asynccontextmanager
 async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIterator[Gateway]:
-    """Everything connected and running. Raises BusError, DatabaseError."""
+    """Yield the gateway with every part connected and running. Raises BusError, DatabaseError."""
     gateway_id = f"g-{uuid_utils.uuid7().hex}"
     url = settings.nats_url or "nats://127.0.0.1:4222"
-    connecting = Bus.connect(url, gateway_id, grants.GATEWAY, settings.nats_credentials)
+    connecting = Bus.connect(url, gateway_id, grants.GATEWAY, settings.nats_credentials, settings.nats_ca)
     async with Database.open(settings.database_url) as database, connecting as bus:
         await database.check()
         secret = pepper(settings)
-        auth = Auth(database, secret, admin_key(settings))
-        fleet, relay, meter = Fleet(bus), Relay(bus, gateway_id), Meter(bus, settings.data / "gateway.journal")
+        auth = Auth(database, secret, admin_key(settings), metrics_key=metrics_key(settings))
+        pulse = Pulse(url, gateway_id, settings.nats_credentials, settings.nats_ca)
+        fleet, relay, meter = (
+            RuntimesView(bus, _record_of(settings, gateway_id)),
+            Relay(bus, gateway_id, pulse),
+            Meter(bus, settings.data / "gateway.journal"),
+        )
         engines = Engines(supported_architectures(), tool_parsers(), reasoning_parsers())
-        metrics, recent = Metrics(fleet, meter), Recent()
-        control = Control(database, auth, fleet, engines, Sources.of(settings), metrics, recent)
+        metrics, recent = Metrics(fleet, meter, lambda: relay.false_losses), Recent()
+        control = ControlPlane(database, auth, fleet, engines, Sources.of(settings), metrics, recent)
         quotas = Quotas(bus, database, gateway_id)
         bounds = Bounds(
             settings.body_limit_bytes, settings.body_deadline_s, settings.hold_deadline_s, settings.extent()
         )
         fronts = Fronts(Deps(relay, fleet, gateway_id, settings.resume_deadline_s))
-        inference = Inference(auth, fleet, fronts, meter, quotas, bounds, metrics, secret, recent, traces)
+        reserve = Reserve(settings.kept_in, settings.disk_reserve)
+        inference = Inference(auth, fleet, fronts, meter, quotas, bounds, metrics, secret, recent, traces, reserve)
+        inference.awaits_runtimes = settings.runtimes > 0
         await fleet.start()
         await relay.start()
         await meter.start()
         await quotas.start()
         try:
-            async with control.running():
-                health = Health(database, bus, fleet, settings.runtimes)
+            async with control.running(), pulse.running():
+                health = Health(database, bus, fleet, settings.runtimes, auth, reserve, settings.data)
                 rest = Starlette(routes=[*control.routes(), *health.routes(), *dashboard.routes()])
                 yield Gateway(inference, rest, control.feed.end)
         finally:
@@ -96,41 +105,15 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
             await meter.stop()
 
 
-@dataclass
-class Health:
-    """What probes and scrapers ask."""
-
-    database: Database
-    bus: Bus
-    fleet: Fleet
-    runtimes: int
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("/healthz", self.alive),
-            Route("/readyz", self.ready),
-            Route("/metrics", self.metrics),
-        ]
-
-    async def alive(self, request: Request) -> Response:
-        return JSONResponse({"status": "alive"})
-
-    async def ready(self, request: Request) -> Response:
-        """200 when a request could be served: the database and the bus answer, and a runtime can take models."""
-        missing = []
-        if not self.bus.connected:
-            missing.append("the bus is away")
-        if self.runtimes and not any(lease.engine for lease in self.fleet.leases.values()):
-            missing.append("no runtime is up")
-        try:
-            await self.database.revision()  # newer than ours in the middle of an upgrade: migrations only add
-        except DatabaseError as error:
-            log.warning("health.database", error=str(error))
-            missing.append("the database does not answer")
-        return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
-
-    async def metrics(self, request: Request) -> Response:
-        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+def _record_of(settings: Settings, gateway_id: str) -> Callable[[bytes], None] | None:
+    """Return a function that records the gateway's decisions; None where no journal is wanted. Raises SettingsError."""
+    if settings.journal is None:
+        return None
+    path = settings.journal / f"{gateway_id}.journal"
+    try:
+        return RecordFile(appended(path)).write
+    except OSError as error:
+        raise SettingsError(f"STACCATO_JOURNAL={settings.journal} is no folder to write into ({error})") from error
 
 
 async def serve(settings: Settings, traces: Traces | None) -> None:
@@ -143,7 +126,9 @@ async def serve(settings: Settings, traces: Traces | None) -> None:
                 host=settings.host,
                 port=settings.port,
                 http=protocol(
-                    Limits(settings.header_deadline_s, settings.read_deadline_s, settings.connections_per_address)
+                    ConnectionLimits(
+                        settings.header_deadline_s, settings.read_deadline_s, settings.connections_per_address
+                    )
                 ),
                 ws="none",
                 loop="uvloop",
@@ -179,7 +164,7 @@ def main() -> int:
     except (SettingsError, TracesError, BusError, DatabaseError) as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 1
-    except SystemExit as error:  # uvicorn's way to say that it could not bind
+    except SystemExit as error:  # uvicorn exits if it can't bind
         print(f"gateway: cannot listen on {settings.host} port {settings.port}", file=sys.stderr)
         return int(error.code or 1)
     return 0

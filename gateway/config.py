@@ -1,6 +1,7 @@
-"""Every setting of the platform: read from `STACCATO_*` variables, checked once, printed by `staccato doctor`.
+"""Settings of the platform: read from `STACCATO_*` variables, checked once, printed by `staccato doctor`.
 
-What should not stand in an environment may stand in a file of that name in the folder that STACCATO_SECRETS names.
+Secrets may stand in files instead of the environment: a file named like the variable, in the folder given by
+STACCATO_SECRETS.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from gateway.extent import ExtentLimits
-from runtime.policy.by_name import POLICIES
+from gateway.core.extent import ExtentLimits
+from runtime.core.turns.registry import POLICIES
+from store.contract.elapsed import KEPT_DAYS
 from store.settings import PREFIX, read
 
 
 def _memory() -> int:
-    """Bytes that this machine has."""
+    """Return the bytes of memory of the host."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -38,57 +40,69 @@ _Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)]
 
 
 class Settings(BaseSettings):
-    """Read it with `load()`, which turns what is wrong into one sentence."""
+    """Settings of the platform, to be read with `load()`: it reports an invalid value in a single sentence."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True, env_ignore_empty=True)
 
-    data: Path = Path(".staccato")  # folder of everything this machine keeps
+    data: Path = Path(".staccato")  # folder for all data of the platform on this host
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=1, le=65535)
     database_url: str = Field(default_factory=lambda values: f"sqlite:///{values['data'] / 'staccato.db'}")
     nats_url: str | None = None  # None: `staccato up` starts a nats-server of its own
-    nats_credentials: Path | None = None  # file of a role's user; a folder with one for each, NAME.nk, for `up`
-    admin_key: SecretStr | None = None  # None: the one in DATA/admin.key, made on the first start
-    model_roots: Annotated[list[Path], NoDecode, BeforeValidator(_paths)] = []  # tenants may register below these
+    nats_credentials: Path | None = None  # file of a role's user; for `up`, a folder with a file NAME.nk per role
+    nats_ca: Path | None = None  # PEM file of a tls:// server's authority; None: the host's authorities
+    admin_key: SecretStr | None = None  # None: the key in DATA/admin.key, made on the first start
+    metrics_key: SecretStr | None = None  # reads only /api/v1/metrics: for Prometheus
+    # Tenants may register models below these folders.
+    model_roots: Annotated[list[Path], NoDecode, BeforeValidator(_paths)] = []
     models: Path = Field(
         default_factory=lambda values: values["data"] / "models"
-    )  # what was imported; runtimes read it
-    models_most: ByteSize | None = None  # bytes of that; None: as much as the disk has
-    model_sources: _Words = ()  # tenants may import what begins so: hf://org/, s3://bucket/models/
+    )  # imported models; runtimes read them
+    # The gateway takes no new requests below so many free bytes; usage is still booked.
+    disk_reserve: ByteSize = ByteSize(64 << 20)
+    models_most: ByteSize | None = None  # bytes of imported models; None: as much as the disk has
+    model_sources: _Words = ()  # prefixes of sources that tenants may import: hf://org/, s3://bucket/models/
     hf_endpoint: str = "https://huggingface.co"
-    hf_hosts: _Words = (".huggingface.co", ".hf.co")  # to which it may send us on for files; host:port where it is odd
+    # The endpoint may redirect to these hosts for files; host:port if the port is unusual.
+    hf_hosts: _Words = (".huggingface.co", ".hf.co")
     hf_token: SecretStr | None = None
     s3_endpoint: str | None = None  # None: Amazon's, in the region
     s3_region: str = "us-east-1"
-    s3_key_id: SecretStr | None = None  # None: without a signature
+    s3_key_id: SecretStr | None = None  # None: requests are not signed
     s3_secret: SecretStr | None = None
     s3_session_token: SecretStr | None = None
     runtimes: int = Field(1, ge=0, le=64)
-    prefill: int = Field(0, ge=0)  # so many of them compute prompts, and hand requests on to the others
-    device_memory: ByteSize = Field(ByteSize(512 << 20), ge=4 << 20)  # each runtime's pool of pages
-    # Images of models and parked requests, of all runtimes together:
+    prefill: int = Field(0, ge=0)  # runtimes that compute prompts and hand requests on to the decode runtimes
+    device_memory: ByteSize = Field(ByteSize(512 << 20), ge=4 << 20)  # pool of pages of each runtime
+    # Host memory for images of models and parked requests, shared by all runtimes:
     host_cache: ByteSize = Field(ByteSize(_memory() // 2), ge=16 << 20)
     policy: str = "slack"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    # Days for which the ledger keeps a request's stage times; 0: keeps none.
+    request_days: float = Field(KEPT_DAYS, ge=0)
+    journal: Path | None = None  # folder in which gateways and runtimes record their decisions
     body_limit_bytes: ByteSize = ByteSize(8 << 20)
-    # The most that one request may ask for; more is a 400 with the number:
+    # Largest extent of a request; a larger request gets a 400 that names the number:
     answers_max: int = Field(ExtentLimits.answers_max, ge=1)  # sequences: `n` times prompts
     messages_max: int = Field(ExtentLimits.messages_max, ge=1)
-    logprobs_max: int = Field(ExtentLimits.logprobs_max, ge=0)  # for each generated token
-    prompt_logprobs_max: int = Field(ExtentLimits.prompt_logprobs_max, ge=0)  # for each token of the prompt
-    text_bytes_max: ByteSize = ByteSize(ExtentLimits.text_bytes_max)  # of prompt, messages or input
-    grammar_bytes_max: ByteSize = ByteSize(ExtentLimits.grammar_bytes_max)  # of a schema, regex, choice or grammar
+    logprobs_max: int = Field(ExtentLimits.logprobs_max, ge=0)  # per generated token
+    prompt_logprobs_max: int = Field(ExtentLimits.prompt_logprobs_max, ge=0)  # per token of the prompt
+    # Text of prompt, messages, input, tools and similar fields.
+    text_bytes_max: ByteSize = ByteSize(ExtentLimits.text_bytes_max)
+    # Text of these fields if the request generates no tokens.
+    tokenize_bytes_max: ByteSize = ByteSize(ExtentLimits.tokenize_bytes_max)
+    grammar_bytes_max: ByteSize = ByteSize(ExtentLimits.grammar_bytes_max)  # schema, regex, choice or grammar
     header_deadline_s: float = Field(8.0, gt=0)
-    body_deadline_s: float = Field(8.0, gt=0)  # and 1 s more for each 32 KiB that came
-    read_deadline_s: float = Field(8.0, gt=0)  # an answer of which nothing is read for so long is given up
+    body_deadline_s: float = Field(8.0, gt=0)  # plus 1 s for each 32 KiB received
+    read_deadline_s: float = Field(8.0, gt=0)  # the gateway gives up an answer left unread for this long
     connections_per_address: int = Field(1024, ge=1)
-    hold_deadline_s: float = Field(60.0, gt=0)  # longest wait for a model that wakes
-    resume_deadline_s: float = Field(60.0, gt=0)  # longest wait of a stream whose runtime died for another one
+    hold_deadline_s: float = Field(60.0, gt=0)  # longest wait for a model to wake
+    resume_deadline_s: float = Field(60.0, gt=0)  # longest wait of a stream for a new runtime, if the old one died
 
     @field_validator("data", "models")
     @classmethod
     def _absolute(cls, data: Path) -> Path:
-        return data.expanduser().absolute()  # children may run elsewhere
+        return data.expanduser().absolute()  # child processes may run in another folder
 
     @field_validator("hf_endpoint", "s3_endpoint")
     @classmethod
@@ -121,7 +135,7 @@ class Settings(BaseSettings):
         return policy
 
     def extent(self) -> ExtentLimits:
-        """What one request may ask for at most."""
+        """Largest extent of a request."""
         return ExtentLimits(**{field.name: getattr(self, field.name) for field in fields(ExtentLimits)})
 
     @property
@@ -133,19 +147,30 @@ class Settings(BaseSettings):
         return self.data / "pepper"
 
     @property
+    def database_file(self) -> Path | None:
+        """File of an SQLite database; None: the database is a server."""
+        scheme, _, path = self.database_url.partition(":///")
+        return Path(path) if scheme.startswith("sqlite") and path else None
+
+    @property
+    def kept_in(self) -> list[Path]:
+        """Folders in which this host books the usage of requests."""
+        return [self.data, *([self.database_file.parent] if self.database_file else [])]
+
+    @property
     def url(self) -> str:
-        """Where a client on this machine finds the gateway."""
+        """URL of the gateway for a client on the same host."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "") else "[::1]" if self.host == "::" else self.host
         return f"http://{host}:{self.port}"
 
 
 def load(**overrides: object) -> Settings:
-    """The settings of the environment, `overrides` (None: not given) before it. Raises SettingsError."""
+    """Read the settings from the environment; `overrides` that are not None take precedence. Raises SettingsError."""
     return read(Settings, _SECRET, **{name: value for name, value in overrides.items() if value is not None})
 
 
 def shown(settings: Settings) -> dict[str, str]:
-    """Variable → value, secrets and passwords replaced by asterisks."""
+    """Return variable → value, with asterisks in place of secrets and passwords."""
     values = {name: getattr(settings, name) for name in Settings.model_fields}
     return {PREFIX + name.upper(): _shown(name, value) for name, value in values.items()}
 
@@ -162,11 +187,14 @@ def _shown(name: str, value: object) -> str:
     return redacted(str(value))
 
 
-_SECRET = {"admin_key", "hf_token", "s3_key_id", "s3_secret", "s3_session_token"}
+_SECRET = {"admin_key", "metrics_key", "hf_token", "s3_key_id", "s3_secret", "s3_session_token"}
 _ABSENT = {
     "nats_url": "a child of `staccato up`",
     "nats_credentials": "in DATA/nats-users, for that child",
+    "nats_ca": "the machine's authorities",
+    "journal": "(none)",
     "admin_key": "in DATA/admin.key",
+    "metrics_key": "(none)",
     "models_most": "what the disk has",
     "s3_endpoint": "Amazon's, in the region",
     **dict.fromkeys(("hf_token", "s3_key_id", "s3_secret", "s3_session_token"), "(none)"),
@@ -174,7 +202,7 @@ _ABSENT = {
 
 
 def on_this_machine(url: str) -> bool:
-    """Whether it names a loopback address."""
+    """Whether the URL names a loopback address."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -183,7 +211,7 @@ def on_this_machine(url: str) -> bool:
 
 
 def redacted(url: str) -> str:
-    """The URL without its password; any other text as it is."""
+    """Return the URL without its password; any other text unchanged."""
     parts = urlsplit(url)
     if parts.password is None:
         return url
@@ -195,19 +223,24 @@ def redacted(url: str) -> str:
 
 
 def admin_key(settings: Settings) -> str:
-    """The operator's key: the one of the environment, else DATA/admin.key, which is made when it is not there."""
+    """Return the operator's key: from the environment, else from DATA/admin.key, made on first use."""
     if settings.admin_key is not None:
         return settings.admin_key.get_secret_value()
     return kept(settings.admin_key_file, "sk-st-admin-" + secrets.token_urlsafe(32))
 
 
+def metrics_key(settings: Settings) -> str:
+    """Return the key given by STACCATO_METRICS_KEY; empty if there is none."""
+    return settings.metrics_key.get_secret_value() if settings.metrics_key else ""
+
+
 def pepper(settings: Settings) -> bytes:
-    """What tenants' keys are hashed with, DATA/pepper; made when it is not there."""
+    """Return DATA/pepper, the secret for hashing tenants' keys; made on first use."""
     return bytes.fromhex(kept(settings.pepper_file, secrets.token_hex(32)))
 
 
 def kept(path: Path, fresh: str) -> str:
-    """The text of `path`; where there is none, `fresh` is written first. Two processes at once agree on one."""
+    """Return the text of `path`; write `fresh` first if the file is missing. Concurrent processes agree on a text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     if not path.exists():
@@ -217,7 +250,7 @@ def kept(path: Path, fresh: str) -> str:
             file.flush()
             os.fsync(descriptor)
         try:
-            os.link(draft, path)  # fails, instead of replacing, when another process was first
+            os.link(draft, path)  # fails, instead of replacing the file, if another process was first
         except FileExistsError:
             pass
         finally:

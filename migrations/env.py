@@ -1,4 +1,4 @@
-"""Alembic's entry: runs the migrations on the connection, and in the transaction, that store/db.py hands over."""
+"""Alembic's entry: runs the migrations on the connection, in the transaction that store/db/database.py hands over."""
 
 from alembic import context
 

@@ -1,4 +1,4 @@
-"""Settings of a runtime and of the scheduler, from the environment `staccato up` or an operator gives it."""
+"""Settings of a runtime and of the scheduler, from the environment set by `staccato up` or an operator."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import msgspec
 from pydantic import BeforeValidator, ByteSize, Field
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from runtime import nixl
-from runtime.costs import load_profile
-from runtime.policy.by_name import POLICIES
-from store.wire import Role
+from runtime.core.ledgers.costs import load_profile
+from runtime.core.turns.registry import POLICIES
+from runtime.migration import nixl, tls
+from runtime.migration.transport import is_loopback
+from store.contract.wire import Role
 
 
 def _threads() -> int:
@@ -21,7 +22,7 @@ def _threads() -> int:
 
 
 def _memory() -> int:
-    """Bytes that this machine has."""
+    """Bytes of memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -33,19 +34,19 @@ _Helper = Annotated[int, Field(ge=1, le=31)]
 
 
 class SchedulerSettings(BaseSettings):
-    """`STACCATO_NATS_URL`, `STACCATO_RUNTIMES_MOST`, ..."""
+    """Settings of the scheduler: `STACCATO_NATS_URL`, `STACCATO_RUNTIMES_MOST`, ..."""
 
     model_config = SettingsConfigDict(env_prefix="STACCATO_", extra="ignore")
 
     nats_url: str = "nats://127.0.0.1:4222"
     nats_credentials: Path | None = None  # file with the seed of its nkey, or a .creds file
-    runtimes_least: Annotated[int, Field(ge=1)] = (
-        1  # with `runtimes_most`: the scheduler says how many runtimes there should be
-    )
-    runtimes_most: Annotated[int, Field(ge=0)] = 0  # 0: it does not
+    nats_ca: Path | None = None  # PEM file of the authority of a tls:// server
+    # With `runtimes_most`, the scheduler says how many runtimes there should be:
+    runtimes_least: Annotated[int, Field(ge=1)] = 1
+    runtimes_most: Annotated[int, Field(ge=0)] = 0  # 0: the scheduler does not
 
     def check(self) -> None:
-        """Raises ValueError with one sentence."""
+        """Raises ValueError with a single sentence if settings contradict each other."""
         if 0 < self.runtimes_most < self.runtimes_least:
             least = f"STACCATO_RUNTIMES_LEAST={self.runtimes_least}"
             most = f"STACCATO_RUNTIMES_MOST={self.runtimes_most}"
@@ -53,40 +54,53 @@ class SchedulerSettings(BaseSettings):
 
 
 class RuntimeSettings(BaseSettings):
-    """`STACCATO_RUNTIME_ID`, `STACCATO_NATS_URL`, ..."""
+    """Settings of a runtime: `STACCATO_RUNTIME_ID`, `STACCATO_NATS_URL`, ..."""
 
     model_config = SettingsConfigDict(env_prefix="STACCATO_", extra="ignore")
 
     nats_url: str = "nats://127.0.0.1:4222"
     nats_credentials: Path | None = None  # file with the seed of its nkey, or a .creds file
+    nats_ca: Path | None = None  # PEM file of the authority of a tls:// server
     runtime_id: str = "r1"
     policy: str = "slack"
-    role: Role = Role.BOTH  # until it is told another one
-    device_memory: ByteSize = ByteSize(512 << 20)  # the pool of pages for weights and KV cache, of each device
+    role: Role = Role.BOTH  # until the runtime is told a new role
+    device_memory: ByteSize = ByteSize(512 << 20)  # device pool for weights and KV cache, of each device
     tensor_parallel: Annotated[int, Field(ge=1)] = 1  # devices of this runtime, over which each model is split
-    # Other GPUs that the process sees, "1,2", over whose links to the host weights come as well:
+    # Further GPUs visible to the process, "1,2": weights come over the links of these GPUs to the host as well.
     load_helpers: Annotated[tuple[_Helper, ...], NoDecode, BeforeValidator(_numbers)] = ()
-    host_cache: ByteSize = ByteSize(_memory() // 2)  # the most that images of models and parked requests take
-    host_cache_fd: int = -1  # the file that the runtimes of a node share for that; without one it is this runtime's own
+    host_cache: ByteSize = ByteSize(_memory() // 2)  # bound on images of models and parked requests in host memory
+    host_cache_fd: int = -1  # host cache file shared by the runtimes of a node; -1: the runtime has a private cache
     threads: int = _threads()  # compute threads of the device process, without a GPU
-    journal: Path | None = None  # folder in which each runtime keeps a journal of what it decides
-    profile: Path | None = None  # of this machine's costs (`staccato profile`); without one they are guessed at first
-    drain_s: float = 30.0  # after SIGTERM streams may end for so long, then other runtimes go on with them
-    hang_s: float = 60.0  # longer no step takes, and no device is silent that is waited for: else its process is ended
-    build_hang_s: float = 900.0  # longer no build of an engine goes without having read more of the weights: likewise
-    transport: Literal["tcp", "nixl"] = "tcp"  # for blocks from other hosts, and to those that say the same
-    transport_bind: str = "127.0.0.1"  # address of this host on which blocks from other hosts are received
-    transport_port: int = 0  # any
-    transport_advertise: str = ""  # what other hosts reach that address by; empty: by itself
+    journal: Path | None = None  # folder in which each runtime keeps a journal of its decisions
+    profile: Path | None = None  # costs of this machine (`staccato profile`); without a profile, guessed at first
+    drain_s: float = 30.0  # time after SIGTERM for streams to end; then different runtimes continue the streams
+    hang_s: float = 60.0  # longest step, and longest silence of a device owing an answer; then its process is ended
+    build_hang_s: float = 900.0  # longest time that a build reads no more weights; then the device process is ended
+    grammar_cpu_s: Annotated[float, Field(gt=0, le=600)] = 5.0  # processor time for compiling a grammar
+    grammar_memory: ByteSize = ByteSize(512 << 20)  # memory for compiling a grammar
+    grammar_compiled_max: ByteSize = ByteSize(8 << 20)  # size of a compiled grammar, which the device process reads
+    grammar_cache: ByteSize = ByteSize(64 << 20)  # compressed size of the compiled grammars kept for tenants
+    grammar_jobs: Annotated[int, Field(ge=1)] = 2  # grammars compiled at the same time, of different tenants
+    transport: Literal["tcp", "nixl"] = "tcp"  # for blocks from remote hosts, and to remote hosts with equal transport
+    transport_bind: str = "127.0.0.1"  # address of this host at which blocks from remote hosts are received
+    transport_port: int = 0  # 0: any free port
+    transport_advertise: str = ""  # address at which remote hosts reach `transport_bind`; empty: `transport_bind`
+    # PEM files of TLS between hosts: this runtime's certificate and key, and the authority of every runtime.
+    transport_tls_cert: Path | None = None
+    transport_tls_key: Path | None = None
+    transport_tls_ca: Path | None = None
+    transport_plaintext: bool = False  # blocks of requests cross hosts without TLS: for a private network of the hosts
 
     @property
     def law(self) -> dict[str, float]:
-        """What any model costs on this machine, as runtime/costs.Law; empty where it was not measured."""
+        """Law of the profile, as a dict of runtime/core/ledgers/costs.Law; empty without a measured law.
+
+        Raises OSError or ValueError if the profile can't be read."""
         profile = load_profile(self.profile.read_bytes(), str(self.profile)) if self.profile else None
         return msgspec.to_builtins(profile.law) if profile and profile.law else {}
 
     def check(self) -> None:
-        """Raises ValueError with one sentence."""
+        """Raises ValueError with a single sentence if a setting can't work on this machine."""
         if self.policy not in POLICIES:
             raise ValueError(f"no turn policy {self.policy!r}: choose one of {', '.join(POLICIES)}")
         if self.journal is not None and not (self.journal.is_dir() and os.access(self.journal, os.W_OK)):
@@ -111,7 +125,39 @@ class RuntimeSettings(BaseSettings):
                 f"STACCATO_TRANSPORT_BIND={self.transport_bind} is no address to be reached by: say with "
                 "STACCATO_TRANSPORT_ADVERTISE which one this host has"
             )
+        self._check_security()
         if not self.runtime_id.replace("-", "").isalnum():
             raise ValueError(
                 f"runtime id {self.runtime_id!r} has other than letters, digits and '-': it names subjects"
             )
+
+    def _check_security(self) -> None:
+        """Raises ValueError with a single sentence if blocks of requests would cross hosts in plaintext unasked."""
+        secured = self.transport_security() is not None and self.transport != "nixl"
+        named = [host for host in (self.transport_advertise, self.transport_bind) if host]
+        crosses = [host for host in named if not is_loopback(f"[{host}]:0")]
+        if secured or self.transport_plaintext or not crosses:
+            return
+        remedy = f"give {tls.WANTED}, as `staccato nats-users` makes them"
+        if self.transport == "nixl":
+            remedy = "NIXL encrypts nothing, so use STACCATO_TRANSPORT=tcp"
+        raise ValueError(
+            f"blocks of requests, which hold prompts, would cross hosts without TLS at {crosses[0]}: {remedy}, or say "
+            "STACCATO_TRANSPORT_PLAINTEXT=true where the network between the hosts is theirs alone"
+        )
+
+    def transport_agents(self) -> nixl.Agents | None:
+        """Agents of NIXL; None if NIXL is not the transport."""
+        return nixl.Agents() if self.transport == "nixl" else None
+
+    def transport_security(self) -> tls.Security | None:
+        """TLS between hosts; None without certificates.
+
+        Raises ValueError with a single sentence if only some of the three files are given or a file can't be used."""
+        files = (self.transport_tls_cert, self.transport_tls_key, self.transport_tls_ca)
+        certificate, key, authority = files
+        if certificate is None or key is None or authority is None:
+            if any(files):
+                raise ValueError(f"TLS between hosts needs three files: give all of {tls.WANTED}, or none")
+            return None
+        return tls.Security.load(certificate, key, authority)

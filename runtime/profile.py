@@ -1,8 +1,8 @@
-"""Measures what models cost on this machine, with real engines, and fits a profile to it: `staccato profile`.
+"""Measures costs of models on this machine, with real engines, and fits a profile: `staccato profile`.
 
-Each round has every model do everything once, so that what else happens on the machine falls on all alike: prompts of
+In a round every model does everything once, so that further load on the machine falls on the models alike: prompts of
 growing length, decode steps of growing batches, requests out and back, the model out and back, and a step right after
-another model's. A step is timed as the scheduler will see it, around `Engine.step`.
+a different model's step. A step is timed as the device loop times it, around `Engine.step`.
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ import msgspec
 import numpy as np
 
 from runtime.config import RuntimeSettings
-from runtime.costs import Fit, Law, ModelCosts, ModelSize, Profile, model_size
-from runtime.engine.base import Engine, EngineError
+from runtime.core.device.request import RequestId
+from runtime.core.engine import Engine, EngineError
+from runtime.core.ledgers.costs import Fit, Law, ModelCosts, ModelSize, Profile, model_size
 from runtime.memory.native import LibraryMissing, PoolError
-from runtime.request import RequestId
-from store import artefact, observe
+from store.contract.wire import EngineSpec
+from store.files import artefact
 from store.settings import read
-from store.wire import EngineSpec
+from store.telemetry import observe
 
 if TYPE_CHECKING:
     from runtime.engine.builder import Builder
 
 DEMO = Path(__file__).parents[1] / "deploy/demo/models"
-# Hidden width and layers of models with random weights, for the law: those that take at most this part of the pool.
+# Hidden width and layers of models with random weights, for the law. A model is used if POOL_PART models fit the pool.
 SHAPES = ((128, 2), (256, 4), (512, 8), (1024, 12), (2048, 16))
 POOL_PART = 8
 RANDOM_CONTEXT, CONTEXT_LEAST = 2048, 128  # tokens
 
-ROUNDS_LEAST, ROUNDS_MOST = 3, 9  # and one before them that warms up
-ROUNDS_S = 60.0  # no other round begins later
-PROMPTS = (16, 64, 256, 1024)  # and the longest
-PROMPT_S_MOST = 1.0  # what takes longer is measured, but nothing beyond it
+ROUNDS_LEAST, ROUNDS_MOST = 3, 9  # after a first round that warms up
+ROUNDS_S = 60.0  # after ROUNDS_LEAST rounds, no round begins later
+PROMPTS = (16, 64, 256, 1024)  # and the longest prompt of the model
+PROMPT_S_MOST = 1.0  # a slower prompt is measured, but prompts of greater length are not
 SHORT, LONG_LEAST = 32, 64  # tokens
 SHORT_BATCHES, LONG_BATCHES = (1, 2, 4, 8, 16), (1, 2)
 STEPS = 5
 WAIT_S = 60.0
 POLL_S = 1e-3
-NO_TIME_S = 1e-6  # every step takes longer
+NO_TIME_S = 1e-6  # least fixed time of a step; every step takes longer
 
 HOST_BYTES = 256 << 20
 
@@ -64,28 +65,28 @@ def _lists() -> defaultdict[Any, list[float]]:
 
 
 @dataclass
-class Times:
-    """Of one model, in seconds, each as often as it was measured."""
+class MeasuredTimes:
+    """Measured seconds of a model, a list of repeats for each measurement."""
 
     step: dict[tuple[int, int], list[float]] = field(default_factory=_lists)  # requests, context
     prefill: dict[int, list[float]] = field(default_factory=_lists)  # tokens
-    load: dict[int, list[float]] = field(default_factory=_lists)  # bytes that were missing
+    load: dict[int, list[float]] = field(default_factory=_lists)  # missing bytes
     copy: dict[int, list[float]] = field(default_factory=_lists)  # bytes of KV cache
-    switch: list[float] = field(default_factory=list)  # more than another step of the same model
+    switch: list[float] = field(default_factory=list)  # excess over a step that follows a step of the model itself
 
     def all(self) -> Iterable[list[float]]:
         return itertools.chain(self.step.values(), self.prefill.values(), self.load.values(), self.copy.values())
 
 
 @dataclass
-class Model:
-    """An engine that is measured; it sleeps in between."""
+class MeasuredModel:
+    """A model under measurement, with its engine; parked between measurements."""
 
     size: ModelSize
     engine: Engine
     request: Callable[[Sequence[int], int, str], bytes]  # prompt, max_tokens, salt → payload
     longest: int  # tokens of prompt and answer
-    times: Times = field(default_factory=Times)
+    times: MeasuredTimes = field(default_factory=MeasuredTimes)
     made: dict[RequestId, int] = field(default_factory=dict)  # tokens
     asked: int = 0
 
@@ -97,7 +98,7 @@ class Model:
         return id
 
     def step(self) -> float:
-        """Seconds; the KV cache is grown before, as the runtime does."""
+        """Makes a step and returns its seconds. The KV cache is grown before the step, as by the runtime."""
         held = self.engine.held()
         if held.kv < held.kv_wanted:
             self.engine.grow(held.kv_wanted - held.kv)
@@ -145,8 +146,8 @@ class Model:
 # ── measuring ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def measure(models: Sequence[Model], say: Callable[[str], None]) -> int:
-    """Fills in their times and returns the number of rounds."""
+def measure(models: Sequence[MeasuredModel], say: Callable[[str], None]) -> int:
+    """Measures the models in rounds, fills in `times` of each, and returns the number of rounds after the warm-up."""
     began = time.perf_counter()
     for number in range(ROUNDS_MOST + 1):
         for model, other in zip(models, [*models[1:], models[0]], strict=True):
@@ -161,13 +162,13 @@ def measure(models: Sequence[Model], say: Callable[[str], None]) -> int:
     return number
 
 
-def warm_up_over(models: Iterable[Model]) -> None:
-    """Keeps only which prompts are not too long to be measured."""
+def warm_up_over(models: Iterable[MeasuredModel]) -> None:
+    """Drops the times of the warm-up; keeps the lengths of prompts not too long to be measured."""
     for model in models:
-        model.times = Times(prefill=defaultdict(list, {tokens: [] for tokens in model.times.prefill}))
+        model.times = MeasuredTimes(prefill=defaultdict(list, {tokens: [] for tokens in model.times.prefill}))
 
 
-def measure_one(model: Model) -> None:
+def measure_one(model: MeasuredModel) -> None:
     model.come()
     prompt = prefill(model)
     decode(model, SHORT, SHORT_BATCHES)
@@ -176,13 +177,13 @@ def measure_one(model: Model) -> None:
     load(model)
 
 
-def prefill(model: Model) -> int:
-    """The length of the longest prompt that did not take too long."""
+def prefill(model: MeasuredModel) -> int:
+    """Measures a prompt of each length; returns the length of the longest prompt measured."""
     lengths = list(model.times.prefill) or [*(n for n in PROMPTS if 2 * n <= model.longest), model.longest - 1]
     for tokens in lengths:
         model.add(tokens, max_tokens=1)
         took_s = model.step()
-        model.until_all_began()  # should one step not have been enough
+        model.until_all_began()  # in case a single step was not enough
         model.made.clear()
         model.times.prefill[tokens].append(took_s)
         if took_s > PROMPT_S_MOST and model.times.prefill.keys() != set(lengths):
@@ -190,7 +191,7 @@ def prefill(model: Model) -> int:
     return max(model.times.prefill)
 
 
-def decode(model: Model, prompt: int, batches: Sequence[int]) -> None:
+def decode(model: MeasuredModel, prompt: int, batches: Sequence[int]) -> None:
     for batch in batches:
         while len(model.made) < batch:
             model.add(prompt, model.longest - prompt)
@@ -202,15 +203,15 @@ def decode(model: Model, prompt: int, batches: Sequence[int]) -> None:
     model.forget()
 
 
-def there_and_back(model: Model, prompt: int) -> None:
-    """Of one request, with weights that nobody takes meanwhile: it is all that travels."""
+def there_and_back(model: MeasuredModel, prompt: int) -> None:
+    """Measures the copy of a single request's KV cache out and back. The weights stay, so nothing else is copied."""
     kv_bytes = round((prompt + sum(model.made.values())) * model.size.kv_bytes_per_token)
     model.times.copy[kv_bytes] += [model.go(), model.come()]
     model.step()
 
 
-def load(model: Model) -> None:
-    """All of it, and half of it where that can be; it comes and goes asleep."""
+def load(model: MeasuredModel) -> None:
+    """Measures loading all pages of weights and half of the pages; begins and ends with the model parked."""
     pages = model.engine.weights_pages
     for missing in dict.fromkeys((pages, -(-pages // 2))):
         model.engine.evict(missing)
@@ -219,8 +220,8 @@ def load(model: Model) -> None:
     model.engine.evict(pages)
 
 
-def switch(model: Model, other: Model) -> None:
-    """A step after the other's, and one after its own."""
+def switch(model: MeasuredModel, other: MeasuredModel) -> None:
+    """Measures a step after a step of `other`, less a step after a step of `model` itself."""
     for one in (model, other):
         one.come()
         one.add(SHORT, 4 * STEPS)
@@ -236,7 +237,7 @@ def switch(model: Model, other: Model) -> None:
 
 
 def host_bytes_per_s() -> float:
-    """Read of the host's memory, by copying on all cores at once."""
+    """Bytes of host memory read per second, measured by copying on every core at once."""
     from concurrent.futures import ThreadPoolExecutor
 
     cores = os.cpu_count() or 1
@@ -256,17 +257,17 @@ def host_bytes_per_s() -> float:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Least squares of relative errors: a short step counts as much as a long one."""
+    """Result of a fit by least squares of relative errors: a short step counts as much as a long step."""
 
     coefficients: dict[str, float]
-    errors: dict[str, float]  # standard errors, of those that are not zero
-    residual: float  # median of |said / took - 1|
+    errors: dict[str, float]  # standard errors of the coefficients above zero
+    residual: float  # median of |predicted / took - 1|
 
 
 def fit(columns: Mapping[str, Sequence[float]], took_s: Sequence[float]) -> Fitted:
-    """The coefficients, none negative, with which the columns say best what it took.
+    """Fits non-negative coefficients of the columns to the times `took_s`.
 
-    Few columns: trying each set of them is exact, and shorter than an algorithm."""
+    With few columns, trying every subset of columns is exact, and shorter than an algorithm."""
     names = list(columns)
     scaled = np.column_stack([columns[name] for name in names]) / np.asarray(took_s)[:, None]
     norms = np.linalg.norm(scaled, axis=0)
@@ -291,7 +292,7 @@ def fit(columns: Mapping[str, Sequence[float]], took_s: Sequence[float]) -> Fitt
     return Fitted(coefficients, errors, float(np.median(np.abs(chosen_columns @ said - 1))))
 
 
-def model_costs(size: ModelSize, times: Times) -> tuple[ModelCosts, Fit]:
+def model_costs(size: ModelSize, times: MeasuredTimes) -> tuple[ModelCosts, Fit]:
     steps, prefills = _medians(times.step), _prefills(times)
     loads, copies = _medians(times.load), _medians(times.copy)
     step = fit(
@@ -312,7 +313,7 @@ def model_costs(size: ModelSize, times: Times) -> tuple[ModelCosts, Fit]:
     )
     load = fit({"load_fixed_s": [1.0] * len(loads), "load_s_per_byte": list(loads)}, list(loads.values()))
     fixed_s, per_byte = load.coefficients["load_fixed_s"], load.coefficients["load_s_per_byte"]
-    most = max(copies)  # bytes: what a copy takes whatever its size is least of it
+    most = max(copies)  # bytes: in the largest copy the fixed time of a copy weighs least
     costs = ModelCosts(
         weight_bytes=size.weight_bytes,
         kv_bytes_per_token=size.kv_bytes_per_token,
@@ -327,8 +328,8 @@ def model_costs(size: ModelSize, times: Times) -> tuple[ModelCosts, Fit]:
     return costs, _fit_of(fits, errors)
 
 
-def law(models: Sequence[tuple[ModelSize, Times]]) -> tuple[Law, Fit]:
-    """Over all models at once."""
+def law(models: Sequence[tuple[ModelSize, MeasuredTimes]]) -> tuple[Law, Fit]:
+    """Fits the law to the times of all models at once."""
     steps = [(size, *key, s) for size, times in models for key, s in _medians(times.step).items()]
     prefills = [(size, tokens, s) for size, times in models for tokens, s in _prefills(times).items()]
     loads = [(missing, s) for _, times in models for missing, s in _medians(times.load).items()]
@@ -356,7 +357,7 @@ def law(models: Sequence[tuple[ModelSize, Times]]) -> tuple[Law, Fit]:
         "load": fit(
             {"load_s": [1.0] * len(loads), "load_s_per_byte": [missing for missing, _ in loads]}, [s for _, s in loads]
         ),
-        # What it takes whatever its size is left out: the law is for models with more to copy than these.
+        # The fixed time of a copy is left out of the law, made for models with more to copy than the measured models.
         "copy": fit(
             {"copy_fixed_s": [1.0] * len(copies), "copy_s_per_byte": [moved for moved, _ in copies]},
             [s for _, s in copies],
@@ -372,17 +373,18 @@ def _medians(measured: Mapping[Any, Sequence[float]]) -> dict[Any, float]:
     return {key: float(np.median(times)) for key, times in measured.items()}
 
 
-def _prefills(times: Times) -> dict[int, float]:
-    """A decode step of one request is what a prompt of one token takes: it holds the line where it begins."""
+def _prefills(times: MeasuredTimes) -> dict[int, float]:
+    """Median seconds by prompt length. The time of the smallest decode step stands for a prompt of one token, and fixes
+    the start of the line."""
     return {1: _medians(times.step)[min(times.step)]} | _medians(times.prefill)
 
 
-def _switch_s(times: Times) -> float:
+def _switch_s(times: MeasuredTimes) -> float:
     return max(0.0, float(np.median(times.switch)))
 
 
 def _half_range(values: Sequence[float]) -> float:
-    """Half of what the middle half spans."""
+    """Half of the interquartile range."""
     low, high = np.quantile(values, (0.25, 0.75))
     return float(high - low) / 2
 
@@ -400,7 +402,9 @@ def _fit_of(fits: Mapping[str, Fitted], errors: dict[str, float]) -> Fit:
 
 
 def profile(name: str, folders: Sequence[Path], settings: RuntimeSettings, say: Callable[[str], None]) -> Profile:
-    """Of the models in `folders` and some with random weights. Raises EngineError, artefact.Refused and ValueError."""
+    """Profile measured with the models in `folders` and with models of random weights.
+
+    `say` gets a line of progress at a time. Raises EngineError, artefact.Refused and ValueError."""
     from runtime.engine import probe
     from runtime.engine.builder import Builder
 
@@ -432,7 +436,9 @@ def profile(name: str, folders: Sequence[Path], settings: RuntimeSettings, say: 
 
 
 def model_folders(paths: Iterable[Path]) -> list[Path]:
-    """Each is a model, or holds some. Raises ValueError."""
+    """Model folders among `paths`; a path is a model folder or holds model folders.
+
+    Raises ValueError if a path has no model or two folders have equal names."""
     found: list[Path] = []
     for path in paths:
         here = [path] if (path / "config.json").is_file() else sorted(path.glob("*/config.json"))
@@ -445,7 +451,7 @@ def model_folders(paths: Iterable[Path]) -> list[Path]:
 
 
 def spec_of(folder: Path) -> EngineSpec:
-    """As it would be deployed, but for the length of its context."""
+    """Spec of the model in `folder` as for a deployment, with the longest context of the model."""
     architecture = msgspec.json.decode((folder / "config.json").read_bytes(), type=artefact.Config).architectures[:1]
     found = artefact.inspect(folder, frozenset(architecture))
     return EngineSpec(
@@ -472,7 +478,7 @@ def random_models(folder: Path, pool_bytes: int) -> list[EngineSpec]:
     return specs
 
 
-def start(build: Builder, spec: EngineSpec, batched_tokens: int, say: Callable[[str], None]) -> Model:
+def start(build: Builder, spec: EngineSpec, batched_tokens: int, say: Callable[[str], None]) -> MeasuredModel:
     from runtime.engine.probe import request
 
     longest = min(spec.max_model_len, batched_tokens)
@@ -481,11 +487,11 @@ def start(build: Builder, spec: EngineSpec, batched_tokens: int, say: Callable[[
     began = time.perf_counter()
     engine = build.build(msgspec.structs.replace(spec, max_model_len=longest), skip_tokenizer_init=True)
     say(f"{spec.key}: {spec.weight_bytes / 1e6:.1f} MB, built in {time.perf_counter() - began:.1f} s")
-    return Model(model_size(spec), engine, request, longest)
+    return MeasuredModel(model_size(spec), engine, request, longest)
 
 
 def conditions(
-    models: Iterable[Model], rounds: int, settings: RuntimeSettings, engine: str, accelerator: str | None
+    models: Iterable[MeasuredModel], rounds: int, settings: RuntimeSettings, engine: str, accelerator: str | None
 ) -> dict[str, str]:
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     host = f"{_processor()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB"
@@ -511,7 +517,7 @@ def _processor() -> str:
 
 
 def main() -> None:
-    """`python -m runtime.profile --out FILE [DIR...]`: what it is about on standard output, line by line."""
+    """`python -m runtime.profile --out FILE [DIR...]`: writes a profile; progress and errors go to standard output."""
     parser = argparse.ArgumentParser(prog="runtime.profile")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("models", type=Path, nargs="*")
@@ -525,10 +531,10 @@ def main() -> None:
         folders = model_folders(asked.models or ([DEMO] if DEMO.is_dir() else []))
         found = profile(asked.out.stem, folders, settings, lambda line: print(line, flush=True))
         asked.out.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
-    except (EngineError, LibraryMissing, PoolError, artefact.Refused, ValueError, OSError) as error:
+    except (EngineError, LibraryMissing, PoolError, artefact.ArtefactRefused, ValueError, OSError) as error:
         print(error, flush=True)
         os._exit(1)
-    os._exit(0)  # vLLM's exit handlers tear down what is going anyway
+    os._exit(0)  # vLLM's exit handlers would tear down engines that end with the process anyway
 
 
 if __name__ == "__main__":

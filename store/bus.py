@@ -1,17 +1,22 @@
 """The only door to NATS: commands and frames over core subjects, leases and specs in KV buckets, usage in JetStream.
 
-Core NATS is at most once: what may not be lost carries a sequence (frames), an answer (requests) or is kept by
-JetStream (usage). Nothing here retries silently except the publishing of usage, which is money.
+Core NATS delivers at most once. A message that may not be lost carries a sequence number (frames), gets an answer
+(requests) or is kept by JetStream (usage). Only the publishing of usage is retried silently, since usage is money.
+
+A restarted server may have lost its streams and buckets. Each process then makes the streams and buckets it uses again,
+and tells the parts of the process that fill the buckets.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import nats
 import nats.errors
@@ -24,44 +29,64 @@ from nats.js.errors import Error as JetStreamError
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NotFoundError
 from nats.js.kv import KeyValue
 
-from store import grants, wire
+from store.contract import grants, wire
 
 log = structlog.get_logger()
 
 CANCEL_AGAIN_S = 0.5
 LEASE_TTL_S = 3.0
-QUOTA_TTL_S = 35 * 86_400.0  # longer than a month, for which budgets are
+QUOTA_TTL_S = 35 * 86_400.0  # longer than a month, the period of a budget
 REQUEST_TIMEOUT_S = 5.0
-USAGE_AGAIN_S = 30  # after which usage that was not acknowledged is delivered again
-FETCH_S = 2.0  # of one pull: a restarted server has forgotten it, so a longer one would wait for nothing
-CONNECT_TIMEOUT_S = 5.0  # to connect first; later the connection is mended for ever
-PAYLOAD_LEAST = 1 << 20  # bytes: a server that carries less is refused at start
+USAGE_AGAIN_S = 30  # seconds until JetStream delivers unacknowledged usage again
+FETCH_AGAIN_S = 0.5  # pause after a failed pull
+FETCH_S = 2.0  # duration of a pull: a restarted server has forgotten the pull, so a longer pull would wait in vain
+CONNECT_TIMEOUT_S = 5.0  # for the first connection; later the client reconnects for ever
+PAYLOAD_LEAST = 1 << 20  # bytes: a server with a smaller max_payload is refused at start
 PENDING_MOST = 64 << 20  # bytes buffered per connection while the server is away
-GETS_MOST = 32  # keys of a bucket that are asked for at a time
+GETS_MOST = 32  # keys of a bucket read at a time
+MEND_PAUSE_S = 0.5  # between two looks at the server's streams
+REFILL_S = 60.0  # time to fill a bucket that was made again: until then a missing key does not count as deleted
+TERMS_PER_S = 16  # the most revisions a second of the bucket of leaders: later terms are higher, in a new bucket too
 
-_TTL_S = {wire.LEASES: LEASE_TTL_S, wire.LEADER: LEASE_TTL_S, wire.QUOTAS: QUOTA_TTL_S}  # of buckets
+_USAGE = StreamConfig(
+    name=wire.USAGE_STREAM,
+    subjects=[wire.usage_subject(">")],
+    retention=RetentionPolicy.LIMITS,
+    storage=StorageType.FILE,
+    duplicate_window=120,
+)
+_TTL_S = {wire.LEASES: LEASE_TTL_S, wire.LEADER: LEASE_TTL_S, wire.QUOTAS: QUOTA_TTL_S}  # by bucket
 
 Callback = Callable[[bytes], Awaitable[None]]
+T = TypeVar("T")
 Responder = Callable[[bytes], Awaitable[wire.Message]]
 Watcher = Callable[[str, bytes | None], None]
 
 
 class BusError(Exception):
-    """The bus could not do what was asked; the message names the address or subject and the remedy."""
+    """Error of a bus that could not do the task; the message names the address or subject and the remedy."""
 
 
 class NoAnswer(BusError):
-    """Nobody listens on the subject, or nobody answered in time."""
+    """Error of a request without an answer: no process listens on the subject, or the answer came too late."""
 
 
 class TooLarge(BusError):
-    """A message over the server's max_payload; `size` and `most` in bytes."""
+    """Error of a message over the server's max_payload; `size` and `most` in bytes."""
 
     def __init__(self, size: int, most: int) -> None:
         super().__init__(
             f"the message has {size} bytes, the bus carries {most}: shorten it or raise max_payload of NATS"
         )
         self.size, self.most = size, most
+
+
+@dataclass(frozen=True)
+class Lead:
+    """Role that this process took: a term higher than any earlier term, and the revision to pass to `keep_lead`."""
+
+    term: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -72,7 +97,7 @@ class UsageBatch:
     messages: list[Msg]
 
     async def ack(self) -> None:
-        """Raises BusError: then they come again."""
+        """Acknowledge the messages of the batch. Raises BusError: then JetStream delivers the messages again."""
         try:
             for message in self.messages:
                 await message.ack()
@@ -81,67 +106,96 @@ class UsageBatch:
 
 
 async def ended(*tasks: asyncio.Task[Any]) -> None:
-    """Cancels them until they have: wait_for of Python 3.11, with which the client waits, can swallow that."""
+    """Cancel the tasks until each has ended: wait_for of Python 3.11, used by nats-py, can swallow a cancellation."""
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()
         await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
-class Bus:
-    """One connection to NATS. Reconnects for ever; `on_reconnect` callbacks run after each time it came back."""
+async def _within(work: Coroutine[Any, Any, T], limit_s: float) -> T:
+    """Return the result of the work.
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    Raises TimeoutError after `limit_s` seconds, also where the work swallows a cancellation."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait([task], timeout=limit_s)
+    finally:
+        await ended(task)
+    if task.cancelled():
+        raise TimeoutError(f"not done after {limit_s:g} s")
+    return task.result()
+
+
+class Bus:
+    """Connection to NATS. Reconnects for ever, and makes streams and buckets again that the server has lost."""
+
+    def __init__(self, client: Client, user: grants.User) -> None:
+        self._client, self._user = client, user
         self._js: JetStreamContext = client.jetstream(timeout=REQUEST_TIMEOUT_S)
         self._buckets: dict[str, KeyValue] = {}
-        self._on_reconnect: list[Callable[[], Awaitable[None]]] = []
+        self._made: dict[str, datetime | None] = {}  # stream → time of its making, by the server's clock
+        self._doubt = asyncio.Event()  # the server may have lost a stream
+        self._behind = False  # watchers may have missed changes
+        self._lost: set[str] = set()  # streams and buckets made again, until the watchers have looked
+        self._catch_ups: list[Callable[[frozenset[str]], Awaitable[None]]] = []
+        self._on_lost: list[Callable[[frozenset[str]], None]] = []
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @classmethod
     @contextlib.asynccontextmanager
     async def connect(
-        cls, url: str, name: str, user: grants.User = grants.ANYBODY, credentials: Path | None = None
+        cls,
+        url: str,
+        name: str,
+        user: grants.User = grants.ANYBODY,
+        credentials: Path | None = None,
+        authority: Path | None = None,
     ) -> AsyncIterator[Bus]:
-        """`credentials`: a file with an nkey's seed, or a `.creds` file with a JWT; None: those in the URL, or none.
+        """Connect to the NATS server at `url`; the connection closes at the end of the context.
+
+        `credentials`: a file with an nkey's seed, or a `.creds` file with a JWT; None: credentials in the URL, or none.
+        `authority`: for tls://, PEM file of the server's certificate authority; None: the machine's authorities.
 
         Raises BusError when the server is not reachable, refuses the user, has no JetStream or carries less than 1 MiB
         a message."""
         buses: list[Bus] = []
-        refused = False
+        refused, distrusted = False, ""
 
         async def reconnected() -> None:
             log.warning("bus.reconnected", name=name)
             for bus in buses:
-                for callback in bus._on_reconnect:
-                    await callback()
+                bus._behind = True
+                bus._doubt.set()
 
         async def failed(error: Exception) -> None:
-            nonlocal refused
+            nonlocal refused, distrusted
+            if isinstance(error, ssl.SSLError):
+                distrusted = error.reason
             refused |= "authorization violation" in str(error).lower()
-            if "permissions violation" in str(error).lower():  # what was asked for gets no other answer
+            if "permissions violation" in str(error).lower():  # the forbidden request gets no answer but this error
                 log.error("bus.forbidden", name=name, user=user.name, error=str(error))
             else:
                 log.warning("bus.error", name=name, error=f"{type(error).__name__}: {error}")
 
+        options = dict(
+            name=name,
+            connect_timeout=2,
+            reconnect_time_wait=0.1,
+            max_reconnect_attempts=-1,
+            ping_interval=5,
+            max_outstanding_pings=2,
+            pending_size=PENDING_MOST,
+            allow_reconnect=True,
+            inbox_prefix=user.inbox,
+            error_cb=failed,
+            reconnected_cb=reconnected,
+            **_identity(credentials),
+            **_trust(url, authority),
+        )
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):  # it would try for ever, as it is to do later
-                client = await nats.connect(
-                    url,
-                    name=name,
-                    connect_timeout=2,
-                    reconnect_time_wait=0.1,
-                    max_reconnect_attempts=-1,
-                    ping_interval=5,
-                    max_outstanding_pings=2,
-                    pending_size=PENDING_MOST,
-                    allow_reconnect=True,
-                    inbox_prefix=user.inbox,
-                    error_cb=failed,
-                    reconnected_cb=reconnected,
-                    **_identity(credentials),
-                )
+            client = await _within(nats.connect(url, **options), CONNECT_TIMEOUT_S)  # the client would try for ever
         except (OSError, nats.errors.Error, TimeoutError) as error:
             shown = redacted(url)
             if refused:
@@ -149,43 +203,103 @@ class Bus:
                     f"NATS at {shown} refuses the user {user.name}: set STACCATO_NATS_CREDENTIALS to a file with the "
                     "seed of an nkey that it knows"
                 ) from error
+            if distrusted:
+                raise BusError(
+                    f"NATS at {shown} shows a certificate that is not believed ({distrusted}): name its "
+                    "authority with STACCATO_NATS_CA"
+                ) from error
             raise BusError(f"NATS at {shown} is not reachable: start it or set STACCATO_NATS_URL") from error
-        bus = cls(client)
+        bus = cls(client, user)
         buses.append(bus)
+        mending: list[asyncio.Task[None]] = []
         try:
-            await bus._prepare(redacted(url), user)
+            await bus._prepare(redacted(url))
+            mending.append(asyncio.create_task(bus._mend()))
             yield bus
         finally:
+            await ended(*mending)
             with contextlib.suppress(Exception):  # close() while reconnecting raises TypeError in nats-py 2.16
                 await client.close()
 
-    async def _prepare(self, url: str, user: grants.User) -> None:
+    async def _prepare(self, url: str) -> None:
         if self._client.max_payload < PAYLOAD_LEAST:
             raise BusError(
                 f"NATS at {url} has max_payload {self._client.max_payload}, at least {PAYLOAD_LEAST} are needed"
             )
         try:
-            for name in user.reads:
-                self._buckets[name] = await self._bucket(name, _TTL_S.get(name))
-            if user.meters or user.books:
-                await self._js.add_stream(
-                    StreamConfig(
-                        name=wire.USAGE_STREAM,
-                        subjects=[wire.usage_subject(">")],
-                        retention=RetentionPolicy.LIMITS,
-                        storage=StorageType.FILE,
-                        duplicate_window=120,
-                    )
-                )
-        except (JetStreamError, nats.errors.Error) as error:
+            await self._make_missing()
+        except (TimeoutError, JetStreamError, nats.errors.Error) as error:
             raise BusError(
                 f"NATS at {url} has no usable JetStream ({error}): enable it with `jetstream {{}}`"
             ) from error
 
-    async def _bucket(self, name: str, ttl_s: float | None) -> KeyValue:
+    async def _make_missing(self) -> set[str]:
+        """Make the streams and buckets of this process that the server lacks. Return the names of streams and buckets
+        made again since the last call, by any process."""
+        names = {_stream(bucket): bucket for bucket in self._user.reads}
+        if self._user.meters or self._user.books:
+            names[wire.USAGE_STREAM] = wire.USAGE_STREAM
+        again = set()
+        for stream, name in names.items():
+            made = await self._made_at(stream)
+            if made is None:
+                await self._make(name)
+                made = await self._made_at(stream)
+            if name != wire.USAGE_STREAM and name not in self._buckets:
+                self._buckets[name] = await self._js.key_value(name)
+            if self._made.get(stream, made) != made:
+                again.add(name)
+            self._made[stream] = made
+        return again
+
+    async def _made_at(self, stream: str) -> datetime | None:
+        """Return when the stream was made, by the server's clock; None: the server does not have the stream."""
         with contextlib.suppress(NotFoundError):
-            return await self._js.key_value(name)
-        return await self._js.create_key_value(bucket=name, ttl=ttl_s, history=1)
+            return (await self._js.stream_info(stream)).created
+        return None
+
+    async def _make(self, name: str) -> None:
+        if name == wire.USAGE_STREAM:
+            await self._js.add_stream(_USAGE)
+        else:
+            await self._js.create_key_value(bucket=name, ttl=_TTL_S.get(name), history=1)
+
+    async def _mend(self) -> None:
+        """Endless: on doubt, make lost streams and buckets again, and bring watchers up to date."""
+        while True:
+            await self._doubt.wait()
+            self._doubt.clear()
+            try:
+                await self._mend_once()
+            except (TimeoutError, JetStreamError, nats.errors.Error, BusError) as error:
+                log.warning("bus.not_mended", retry_in_s=MEND_PAUSE_S, error=f"{type(error).__name__}: {error}")
+                self._doubt.set()
+            await asyncio.sleep(MEND_PAUSE_S)
+
+    async def _mend_once(self) -> None:
+        again = await self._make_missing()
+        if again:
+            log.warning("bus.made_again", bucket=sorted(again))
+            self._lost |= again
+            for callback in self._on_lost:
+                callback(frozenset(again))
+        if self._behind or self._lost:
+            lost = frozenset(self._lost)
+            for catch_up in self._catch_ups:
+                await catch_up(lost)
+            self._behind = False
+            self._lost -= lost
+
+    def on_lost(self, callback: Callable[[frozenset[str]], None]) -> None:
+        """Call `callback` with the names of lost streams and buckets, after each was made again, empty. The callback
+        must fill the buckets again."""
+        self._on_lost.append(callback)
+
+    def _failed(self, what: str, error: Exception) -> BusError:
+        """Return the error to raise. If the connection is up, also check whether the server still has the stream."""
+        if self.connected:
+            self._doubt.set()
+        return BusError(f"{what}: {error}")
 
     @property
     def connected(self) -> bool:
@@ -193,16 +307,13 @@ class Bus:
 
     @property
     def max_payload(self) -> int:
-        """Bytes of the largest message."""
+        """Size of the largest message that the server carries, in bytes."""
         return self._client.max_payload
-
-    def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
-        self._on_reconnect.append(callback)
 
     # ── core subjects ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """At most once. Raises BusError when the connection's buffer is full."""
+        """Publish a message, delivered at most once. Raises TooLarge; BusError when the connection's buffer is full."""
         try:
             await self._client.publish(subject, data)
         except nats.errors.MaxPayloadError:
@@ -211,7 +322,8 @@ class Bus:
             raise BusError(f"{subject}: not published: {error}") from error
 
     async def request(self, subject: str, message: wire.Message, timeout_s: float = REQUEST_TIMEOUT_S) -> bytes:
-        """Raises NoAnswer (nobody there, or too late), TooLarge, BusError."""
+        """Return the answer to a request. Raises NoAnswer (no process listens, or the answer is late), TooLarge,
+        BusError."""
         data = wire.encode(message)
         if len(data) > self.max_payload:
             raise TooLarge(len(data), self.max_payload)
@@ -221,6 +333,18 @@ class Bus:
             raise NoAnswer(f"{subject}: no answer within {timeout_s} s") from error
         except nats.errors.Error as error:
             raise BusError(f"{subject}: {error}") from error
+
+    async def catch_up(self, timeout_s: float) -> None:
+        """Return once the server knows all that this connection said, and callbacks have every message that
+        the server had for this connection.
+
+        Raises BusError if the server does not answer within `timeout_s` seconds, or is away."""
+        try:
+            for _ in range(2):  # nats-py's ping overtakes what waits to be sent: the second ping comes after
+                await self._client.flush(timeout_s / 2)  # type: ignore[arg-type]  # any number will do
+        except (nats.errors.Error, TimeoutError, OSError) as error:
+            raise BusError(f"the bus did not answer within {timeout_s:g} s: {error}") from error
+        await asyncio.sleep(0)  # callbacks of messages from before the answer run first
 
     async def subscribe(self, subject: str, callback: Callback) -> None:
         async def receive(message: Msg) -> None:
@@ -232,7 +356,7 @@ class Bus:
         await self._client.subscribe(subject, cb=receive)
 
     async def respond(self, subject: str, responder: Responder) -> None:
-        """Answer each request on `subject`; one that does not decode is answered with a refusal."""
+        """Answer requests on `subject` with `responder`. A request that does not decode gets a refusal."""
 
         async def receive(message: Msg) -> None:
             try:
@@ -246,94 +370,104 @@ class Bus:
 
     # ── KV buckets ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def put(self, bucket: str, key: str, message: wire.Message) -> None:
+    async def put(self, bucket: str, key: str, message: wire.Message, wait_s: float = REQUEST_TIMEOUT_S) -> None:
+        """Return once the message is stored. Raises BusError if the server has not confirmed within `wait_s` seconds;
+        watchers may hear the message even then."""
         try:
-            await self._buckets[bucket].put(key, wire.encode(message))
+            await self._js.publish(grants.key(bucket, key), wire.encode(message), timeout=wait_s)
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
-            raise BusError(f"{bucket}/{key}: not stored: {error}") from error
+            raise self._failed(f"{bucket}/{key}: not stored", error) from error
 
     async def delete(self, bucket: str, key: str, last: int | None = None) -> None:
-        """If `last` is still the key's revision; None: in any case. Raises BusError."""
+        """Delete the key if the key's revision is still `last`; None: in any case. Raises BusError."""
         try:
             await self._buckets[bucket].delete(key, last)
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
-            raise BusError(f"{bucket}/{key}: not deleted: {error}") from error
+            raise self._failed(f"{bucket}/{key}: not deleted", error) from error
 
-    async def take_lead(self, role: str, holder: str) -> int | None:
-        """The term, higher than any before, if nobody has the role; to be kept by `keep_lead`. None if somebody has.
+    async def take_lead(self, role: str, holder: str) -> Lead | None:
+        """Take a role; return None if another process has the role. The term is made of the time of the bucket's making
+        and the revision in the bucket: a term is higher than any earlier term even if the server lost the bucket.
 
         Raises BusError."""
         leader = wire.encode(wire.Leader(holder=holder))
         try:
-            return await self._buckets[wire.LEADER].create(role, leader)
-        except (KeyWrongLastSequenceError, KeyNotFoundError):  # the latter where it ran out in the middle of asking
+            last = await self._buckets[wire.LEADER].create(role, leader)
+            made = (await self._js.stream_info(_stream(wire.LEADER))).created
+        except (KeyWrongLastSequenceError, KeyNotFoundError):  # KeyNotFoundError: the old lead ran out during the call
             return None
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
-            raise BusError(f"{wire.LEADER}/{role}: not asked: {error}") from error
+            raise self._failed(f"{wire.LEADER}/{role}: not asked", error) from error
+        assert made is not None, "the server says of each stream when it was made"
+        return Lead(int(made.timestamp()) * TERMS_PER_S + last, last)
 
     async def keep_lead(self, role: str, leader: wire.Leader, last: int) -> int | None:
-        """What to say as `last` the next time; None if it ran out, or another has it. Raises BusError."""
+        """Renew a role. Return the revision to pass as `last` the next time; None if the lead ran out or another
+        process has the role. Raises BusError."""
         try:
             return await self._buckets[wire.LEADER].update(role, wire.encode(leader), last)
         except KeyWrongLastSequenceError:
             return None
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
-            raise BusError(f"{wire.LEADER}/{role}: not kept: {error}") from error
+            raise self._failed(f"{wire.LEADER}/{role}: not kept", error) from error
 
     async def read(self, bucket: str, key: str, kind: type[wire.M]) -> tuple[wire.M | None, int]:
-        """The value, None where there is none, and its revision, to be said to `swap`. Raises BusError, WireError."""
+        """Return a key's value (None if missing) and the revision to pass to `swap`. Raises BusError, WireError."""
         try:
             entry = await self._buckets[bucket].get(key)
-        except KeyNotFoundError as error:  # where it was deleted, the mark of that has a revision
+        except KeyNotFoundError as error:  # a deleted key has a revision: the revision of the mark of deletion
             return None, error.entry.revision if error.entry else 0
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
-            raise BusError(f"{bucket}/{key}: not read: {error}") from error
+            raise self._failed(f"{bucket}/{key}: not read", error) from error
         return wire.decode(kind, entry.value or b""), entry.revision or 0
 
     async def swap(self, bucket: str, key: str, message: wire.Message, last: int) -> int | None:
-        """Store it if `last` is still the key's revision; the new revision, None if it is not.
+        """Store the message if the key's revision is still `last`. Return the new revision, or None if not stored.
 
-        Raises BusError: whether it was stored is not known then."""
+        Raises BusError: then the caller does not know whether the message was stored."""
         try:
             return await self._buckets[bucket].update(key, wire.encode(message), last)
         except KeyWrongLastSequenceError:
             return None
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
-            raise BusError(f"{bucket}/{key}: not known to be stored: {error}") from error
+            raise self._failed(f"{bucket}/{key}: not known to be stored", error) from error
 
     async def entries(self, bucket: str) -> dict[str, bytes]:
-        """All there is. Asked for key by key: the client's own way takes a consumer. Raises BusError."""
+        """Return the bucket's entries. Raises BusError. Key by key: the client's listing needs a server's consumer."""
         subject = grants.key(bucket, "")
         turns = asyncio.Semaphore(GETS_MOST)
 
         async def value(key: str) -> bytes | None:
             async with turns:
-                with contextlib.suppress(KeyNotFoundError):  # deleted, perhaps since it was listed
+                with contextlib.suppress(KeyNotFoundError):  # deleted, perhaps since the listing
                     return (await self._buckets[bucket].get(key)).value or b""
             return None
 
         try:
-            listed = await self._js.stream_info(f"KV_{bucket}", subjects_filter=">")
+            listed = await self._js.stream_info(_stream(bucket), subjects_filter=">")
             names = sorted(name.removeprefix(subject) for name in listed.state.subjects or ())
             values = await asyncio.gather(*map(value, names))
         except (JetStreamError, nats.errors.Error, TimeoutError) as error:
-            raise BusError(f"{bucket}: not listed: {error}") from error
+            raise self._failed(f"{bucket}: not listed", error) from error
         return {name: found for name, found in zip(names, values, strict=True) if found is not None}
 
     async def keys(self, bucket: str) -> list[str]:
-        """Raises BusError."""
+        """Return the keys of the bucket. Raises BusError."""
         return list(await self.entries(bucket))
 
     async def watch(self, bucket: str, watcher: Watcher) -> None:
-        """Tell `watcher` (key, value or None when deleted) all there is and every change, also after reconnects.
+        """Call `watcher` (key, value or None when deleted) with every entry and every change, also after reconnects.
 
-        A put is a publish on the bucket's subject, so a plain subscription sees every change without a server-side
-        consumer that a restart of the server would lose; the snapshot fills what happened while we were away. It sees
-        those also that are refused for what they expected, so a value that was only asked for must say so.
+        A put is a publish on the bucket's subject. A plain subscription therefore sees every change, without a consumer
+        on the server, which a restart would lose. A snapshot fills in the changes during a lost connection. The
+        subscription also sees a put with a wrong revision, refused by the server: a value that merely asks for a role
+        must say so. If the server has lost the bucket, old keys are told as deleted only REFILL_S seconds later.
         """
         prefix = grants.key(bucket, "")
+        loop = asyncio.get_running_loop()
         known: set[str] = set()
-        changed_since: set[str] = set()  # the snapshot began: it may say less of them
+        changed_since: set[str] = set()  # keys changed since the snapshot began: the snapshot may be older
+        filled_at = 0.0  # loop time until which a missing key does not count as deleted
 
         def tell(key: str, value: bytes | None) -> None:
             (known.discard if value is None else known.add)(key)
@@ -348,47 +482,55 @@ class Bus:
         async def snapshot() -> None:
             changed_since.clear()
             found = await self.entries(bucket)
-            for key in sorted((known | found.keys()) - changed_since):
+            gone = known - found.keys() if loop.time() >= filled_at else set()
+            for key in sorted((gone | found.keys()) - changed_since):
                 tell(key, found.get(key))
 
-        async def catch_up() -> None:
-            try:
-                await snapshot()
-            except BusError as error:  # away again: the next reconnect repeats it
-                log.warning("bus.snapshot_failed", bucket=bucket, error=str(error))
+        def look_again() -> None:
+            self._behind = True
+            self._doubt.set()
+
+        async def catch_up(lost: frozenset[str]) -> None:
+            nonlocal filled_at
+            if bucket in lost:
+                filled_at = loop.time() + REFILL_S
+                loop.call_later(REFILL_S, look_again)
+            await snapshot()
 
         await self._client.subscribe(prefix + ">", cb=changed)
         await snapshot()
-        self.on_reconnect(catch_up)
+        self._catch_ups.append(catch_up)
 
     # ── usage ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def publish_usage(self, usage: wire.Usage) -> None:
-        """Returns once JetStream has stored it. Raises BusError; the caller keeps the usage and tries again."""
+        """Return once JetStream has stored the usage. Raises BusError: the caller keeps the usage and tries again."""
         subject = wire.usage_subject(usage.tenant_id)
         message_id = f"{usage.request}:{usage.attempt}:{usage.seq}"
         try:
             await self._js.publish(subject, wire.encode(usage), headers={"Nats-Msg-Id": message_id})
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
-            raise BusError(f"usage of {usage.request} not stored: {error}") from error
+            raise self._failed(f"usage of {usage.request} not stored", error) from error
 
     async def usage_batches(self, consumer: str, most: int) -> AsyncIterator[UsageBatch]:
-        """Endless: batches in the order of the stream, redelivered after 30 s unless acknowledged.
+        """Endless: yield batches in the order of the stream, redelivered after 30 s unless acknowledged.
 
-        What no reader will ever understand is logged and, with its batch, acknowledged. What another version of this
-        process wrote stays in the stream, and is offered every 30 s, until a process that understands it reads it."""
-        config = ConsumerConfig(ack_wait=USAGE_AGAIN_S, max_ack_pending=10_000)
-        subscription = await self._js.pull_subscribe(
-            wire.usage_subject(">"), durable=consumer, stream=wire.USAGE_STREAM, config=config
-        )
+        A message that no reader will ever understand is logged, and acknowledged with its batch. A message of a foreign
+        version stays in the stream and is offered every 30 s until a process of the message's version reads it."""
+        subscription, made = None, None
         while True:
             try:
+                if subscription is None or made != self._made[wire.USAGE_STREAM]:
+                    made = self._made[wire.USAGE_STREAM]
+                    subscription = await self._subscribed(consumer, subscription)
                 messages = await subscription.fetch(most, timeout=FETCH_S)
             except (TimeoutError, nats.errors.TimeoutError):
                 continue
             except (JetStreamError, nats.errors.Error) as error:
                 log.warning("usage.fetch_failed", error=f"{type(error).__name__}: {error}")
-                await asyncio.sleep(0.5)
+                self._doubt.set()
+                made = None  # the consumer may be lost as well
+                await asyncio.sleep(FETCH_AGAIN_S)
                 continue
             usages, read = [], []
             for message in messages:
@@ -402,9 +544,25 @@ class Bus:
                 read.append(message)
             yield UsageBatch(usages, read)
 
+    async def _subscribed(
+        self, consumer: str, before: JetStreamContext.PullSubscription | None
+    ) -> JetStreamContext.PullSubscription:
+        """Subscribe to the consumer, and make the consumer if the server lacks it; the subscription `before` ends."""
+        if before is not None:
+            with contextlib.suppress(nats.errors.Error):
+                await before.unsubscribe()
+        config = ConsumerConfig(ack_wait=USAGE_AGAIN_S, max_ack_pending=10_000)
+        return await self._js.pull_subscribe(
+            wire.usage_subject(">"), durable=consumer, stream=wire.USAGE_STREAM, config=config
+        )
+
+
+def _stream(bucket: str) -> str:
+    return f"KV_{bucket}"
+
 
 def _identity(credentials: Path | None) -> dict[str, str]:
-    """Raises BusError."""
+    """Return the client's options for the credentials. Raises BusError if the file cannot be read."""
     if credentials is None:
         return {}
     try:
@@ -414,7 +572,19 @@ def _identity(credentials: Path | None) -> dict[str, str]:
     return {kind: str(credentials)}
 
 
+def _trust(url: str, authority: Path | None) -> dict[str, ssl.SSLContext]:
+    """Return the client's options for TLS. Raises BusError if the authority's file cannot be used."""
+    if authority is None or not url.startswith("tls://"):
+        return {}
+    try:
+        return {"tls": ssl.create_default_context(cafile=authority)}
+    except OSError as error:
+        raise BusError(
+            f"STACCATO_NATS_CA={authority}: {error.strerror or error}: name ca.crt, as `staccato nats-users` makes it"
+        ) from error
+
+
 def redacted(url: str) -> str:
-    """The URL without the password or token in it."""
+    """Return the URL without the password or token in the URL."""
     scheme, _, rest = url.rpartition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}"

@@ -1,9 +1,9 @@
-"""How a role's settings are read from `STACCATO_*` variables, and what is said of one that cannot be used."""
+"""Reading of a role's settings from `STACCATO_*` variables, and the error sentence of an unusable setting."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -16,17 +16,41 @@ Kind = TypeVar("Kind", bound=BaseSettings)
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used: names the variable, its value and what is expected."""
+    """Error of an unusable setting: names the variable, the value and the expected form."""
 
 
 def read(kind: type[Kind], secret: Collection[str] = (), **given: object) -> Kind:
-    """The settings of the environment and of the folder of secrets, `given` before them; values of `secret` ones are
-    not repeated. Raises SettingsError."""
+    """Read the settings from the environment and the folder of secrets; values in `given` take precedence.
+
+    Raises SettingsError; the error does not show the value of a setting named in `secret`."""
     try:
         return kind(_secrets_dir=os.environ.get(SECRETS), **given)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
         shown = "" if name in secret else f" is {str(first['input'])!r}"
-        reason = first["msg"].removeprefix("Value error, ")
+        reason = _words(first["type"], first.get("ctx", {})) or first["msg"].removeprefix("Value error, ")
         raise SettingsError(f"{PREFIX}{name.upper()}{shown}: {reason}") from error
+
+
+SIZE = "write a size in bytes, as 512MiB or 8GB"
+# Sentences by pydantic's type of error; pydantic's context of the error fills the braces.
+WORDS = {
+    "int_parsing": "write a whole number",
+    "int_from_float": "write a whole number",
+    "float_parsing": "write a number, as 2.5",
+    "bool_parsing": "write true or false",
+    "byte_size": SIZE,
+    "byte_size_unit": SIZE,
+    "greater_than": "write more than {gt}",
+    "greater_than_equal": "write at least {ge}",
+    "less_than_equal": "write at most {le}",
+    "literal_error": "choose one of {expected}",
+    "enum": "choose one of {expected}",
+    "missing": "the setting is needed: set the variable",
+}
+
+
+def _words(kind: str, context: Mapping[str, object]) -> str | None:
+    """Return the sentence of WORDS for an error; None: the message of the setting's own validator is to be shown."""
+    return WORDS[kind].format(**context) if kind in WORDS else None

@@ -1,9 +1,10 @@
-"""What several tests stand on: a real NATS server, tiny models with random weights."""
+"""Common ground of the tests: a real NATS server, tiny models with random weights."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sysconfig
@@ -14,10 +15,15 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# A property holds however slowly a busy machine tries it: no example has a deadline. The profile builds on the
-# current one, because hypothesis chooses a reproducible profile where the variable CI is set.
+# A property holds on a slow, busy machine as well: no example has a deadline. The profile builds on the current
+# profile, because hypothesis chooses a reproducible profile where the variable CI is set.
 settings.register_profile("unhurried", settings(), deadline=None)
 settings.load_profile("unhurried")
+
+# Waiting threads of torch give the core away: beside a second load, a test of engines took 38 s with spinning threads,
+# and 4.5 s with these settings. The variables reach every process that a test starts.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("KMP_BLOCKTIME", "0")
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,14 +35,14 @@ def free_port() -> int:
 
 
 async def soon(true: Callable[[], bool]) -> None:
-    """Returns when it is."""
+    """Return when `true()` is true; fail after 20 s."""
     async with asyncio.timeout(20):
         while not true():
             await asyncio.sleep(0.01)
 
 
 class NatsServer:
-    """A nats-server child with JetStream on a port of its own; `kill` and `start` again keep the port and the data."""
+    """A nats-server child with JetStream on a free port. `kill` and a new `start` keep the port and the data."""
 
     def __init__(self, folder: Path, authorization: str = "") -> None:
         self.port = free_port()
@@ -75,7 +81,7 @@ def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
 
 @pytest.fixture(scope="session")
 def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Three architectures whose greedy output does not repeat itself; float32."""
+    """Models of three architectures with random float32 weights, whose greedy output does not repeat itself."""
     from deploy.demo.random_weights import write_random
 
     folder = tmp_path_factory.mktemp("random-models")

@@ -1,6 +1,6 @@
-"""Both databases for the tests: SQLite files, and a PostgreSQL server started for the session where there is one.
+"""Both databases for the tests: SQLite files, and a PostgreSQL server for the session, if PostgreSQL is installed.
 
-Each test gets a database of its own, copied from one that was migrated once.
+Each test gets its own database, a copy of a database migrated once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from store.db import Database
+from store.db.database import Database
 from tests.conftest import free_port
 
 TEMPLATE = "migrated"
@@ -44,7 +44,7 @@ class Postgres:
         self._wait()
 
     def kill(self) -> None:
-        """It ends at once, and recovers from its log when it is started again."""
+        """End the server at once. After the next start, the server recovers from its log."""
         self._end(signal.SIGQUIT)
 
     def stop(self) -> None:
@@ -56,7 +56,7 @@ class Postgres:
         self.process.wait(20)
 
     def _identity(self) -> dict[str, object]:
-        """initdb and postgres refuse root."""
+        """Arguments of `subprocess` that run a program as a user other than root: initdb and postgres refuse root."""
         if os.geteuid() != 0:
             return {"cwd": self._folder}
         account = pwd.getpwnam(self._user)
@@ -108,7 +108,7 @@ def postgres_server() -> Iterator[Postgres]:
 
 
 def account() -> str:
-    """Whom the server runs as."""
+    """Name of the account that runs the server."""
     return getpass.getuser() if os.geteuid() else next(n for n in ("postgres", "nobody") if _has_account(n))
 
 

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: who imports whom, what is pure, how files begin, what documents promise."""
+"""House rules that a machine can check: directions of imports, purity, file headers, promises of documents."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.conftest import ROOT
 
 PACKAGES = ("gateway", "runtime", "store", "migrations")
 LINES_MOST = 600
-DEADLINES = ("tests/conftest.py",)  # files that may say what deadline hypothesis has
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+DEADLINES = ("tests/conftest.py",)  # files that may set hypothesis' deadline
+DOCUMENTS = (
+    *("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+    *(f"{folder}/README.md" for folder in ("gateway", "runtime", "store", "csrc", "tests")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/bench").glob("*.md")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "deploy/docs").rglob("*.md")),
+)
 
 # No clock, no chance, no I/O: the same file runs in production and in a simulator.
-PURE = re.compile(
-    r"runtime/(account|attainment|cluster|costs|course|estimate|events|instance|model|pages|placing|hosting|request|requests|quarantine|ring|rooms|shares|timeline|trial)\.py"
-    r"|runtime/(policy/\w+|engine/base|memory/index)\.py"
-    r"|store/(wire|grants|series|views)\.py"
-    r"|gateway/(allowance|canary|extent|objectives|status)\.py"
-)
+PURE = re.compile(r"(runtime/core|store/contract|gateway/core)/.*")
 IMPURE_MODULES = (
     "time",
     "random",
@@ -38,24 +38,67 @@ IMPURE_MODULES = (
 )
 IMPURE_CALLS = ("open", "print", "input")
 
-# A dependency has one home.
+# Folders of ours that the files of a folder may import, besides the folder itself. `x/*`: x and every folder below x.
+MAY_IMPORT = {
+    "gateway": "gateway/* store/* runtime/core/*",
+    "gateway/core": "runtime/core/* store/contract",
+    "gateway/http": "gateway/core store/*",
+    "gateway/inference": "gateway/core gateway/http runtime/core/* store/*",
+    "gateway/vllm": "gateway/core gateway/http gateway/inference runtime/core/* runtime/engine store/*",
+    "gateway/billing": "gateway/http store/*",
+    "gateway/imports": "gateway/config.py store/*",
+    "gateway/control": "gateway/core gateway/http gateway/inference gateway/billing gateway/imports gateway/ops"
+    " runtime/core/* store/*",
+    "gateway/ops": "gateway/config.py gateway/http gateway/inference store/*",
+    "gateway/cli": "gateway/cli/* gateway/config.py gateway/ops runtime/core/* store/*",
+    "gateway/cli/terminal": "gateway/cli gateway/config.py",
+    "gateway/dashboard": "",
+    "runtime": "runtime/* store/*",
+    "runtime/core": "runtime/core/* store/contract",
+    "runtime/core/device": "runtime/core runtime/core/ledgers runtime/core/turns store/contract",
+    "runtime/core/turns": "runtime/core/device",
+    "runtime/core/fleet": "runtime/core/* store/contract",
+    "runtime/core/ledgers": "runtime/core/device store/contract",
+    "runtime/memory": "runtime/core",
+    "runtime/engine": "runtime/core/* runtime/memory store/*",
+    "runtime/group": "runtime/core/* runtime/engine runtime/ipc.py store/*",
+    "runtime/migration": "runtime/core/* runtime/memory runtime/ipc.py store/*",
+    "runtime/device": "runtime/core/* runtime/engine runtime/group runtime/memory runtime/migration runtime/ipc.py"
+    " store/*",
+    "runtime/node": "runtime/core runtime/core/fleet runtime/core/ledgers runtime/device runtime/migration"
+    " runtime/config.py runtime/ipc.py store/*",
+    "runtime/scheduler": "runtime/core/* runtime/config.py store/*",
+    "runtime/sim": "runtime/core/* runtime/device runtime/sim/dispatch store/contract store/files",
+    "runtime/sim/dispatch": "runtime/core/* runtime/sim store/contract",
+    "store": "store/contract",
+    "store/contract": "",
+    "store/db": "store/*",
+    "store/files": "",
+    "store/telemetry": "",
+    "migrations": "store/db",
+    "migrations/versions": "store/db",
+}
+
+# A dependency has a single home.
 HOMES = {
     "nats": r"store/bus\.py",
-    "nkeys": r"gateway/bus_users\.py",
+    "nkeys": r"gateway/ops/bus_users\.py",
+    "cryptography": r"gateway/ops/certificates\.py",
     "sqlalchemy": r"(store|migrations)/.*",
     "alembic": r"(store|migrations)/.*",
-    "vllm": r"runtime/engine/\w+\.py|gateway/front\.py",
-    "torch": r"runtime/engine/\w+\.py|gateway/front\.py",
+    "vllm": r"runtime/engine/\w+\.py|gateway/vllm/\w+\.py",
+    "torch": r"runtime/engine/\w+\.py|gateway/vllm/\w+\.py",
+    "xgrammar": r"runtime/engine/\w+\.py",
     "cupy": r"runtime/memory/kernels\.py",
-    "opentelemetry": r"store/tracing\.py",
-    "fastapi": r"gateway/front\.py",
-    "jinja2": r"gateway/(rendering|templates)\.py",
-    "huggingface_hub": r"gateway/sources\.py",
-    "botocore": r"gateway/sources\.py",
-    "httpx2": r"gateway/download\.py",
-    "pyarrow": r"runtime/sim/trace\.py|gateway/formats\.py",
+    "opentelemetry": r"store/telemetry/tracing\.py",
+    "fastapi": r"gateway/vllm/\w+\.py",
+    "jinja2": r"gateway/vllm/\w+\.py",
+    "huggingface_hub": r"gateway/imports/sources\.py",
+    "botocore": r"gateway/imports/sources\.py",
+    "httpx2": r"gateway/imports/download\.py",
+    "pyarrow": r"runtime/sim/trace\.py|gateway/billing/formats\.py",
 }
-# The handle of a transaction goes through the gateway's hands, from `store.db` to the rest of `store`.
+# The handle of a transaction goes through the gateway's hands, from `store.db.database` to the rest of `store`.
 HANDED_ON = ("sqlalchemy.ext.asyncio.AsyncConnection",)
 
 # Loopback and the names that RFCs keep for examples.
@@ -85,7 +128,8 @@ def within(name: str, *packages: str) -> bool:
 
 
 def module_path(name: str) -> str:
-    """The file an import of ours reads: `runtime.policy.turns.Turn` → `runtime/policy/turns.py`."""
+    """The file that an import within the repository reads: `runtime.core.turns.turn.Turn` →
+    `runtime/core/turns/turn.py`."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         path = "/".join(parts[:length])
@@ -98,20 +142,24 @@ def module_path(name: str) -> str:
 
 
 def wrong_directions(path: str, source: str) -> list[str]:
-    """gateway → runtime's pure files → store; vLLM's settings are read by gateway/front.py too. Never back."""
+    """Imports of ours that MAY_IMPORT does not allow to the file's folder."""
     return [name for name in imports(source) if not _may_import(path, name)]
 
 
 def _may_import(path: str, name: str) -> bool:
     if name.startswith(".") or within(name, "tests", "deploy"):
         return False
-    if within(name, "gateway"):
-        return path.startswith("gateway/")
-    if not within(name, "runtime") or path.startswith("runtime/"):
+    if not within(name, *PACKAGES):
         return True
-    if path == "gateway/front.py" and within(name, "runtime.engine"):
+    folder, target = path.rpartition("/")[0], module_path(name)
+    home = target.rstrip("/") if target.endswith("/") else target.rpartition("/")[0]
+    if home == folder:
         return True
-    return path.startswith("gateway/") and bool(PURE.fullmatch(module_path(name)))
+    for allowed in MAY_IMPORT.get(folder, "").split():
+        parent = allowed.removesuffix("/*")
+        if target == allowed or home == parent or (allowed.endswith("/*") and home.startswith(allowed[:-1])):
+            return True
+    return False
 
 
 def homeless(path: str, source: str) -> list[str]:
@@ -125,13 +173,12 @@ def homeless(path: str, source: str) -> list[str]:
 
 
 def impurities(path: str, source: str) -> list[str]:
-    """What a pure file may not hold, and what it may not lean on."""
+    """Constructs and imports that a pure file may not have."""
     if not PURE.fullmatch(path):
         return []
     found = [name for name in imports(source) if within(name, *IMPURE_MODULES)]
-    if path.startswith("runtime/"):
-        ours = [name for name in imports(source) if within(name, "runtime", "store")]
-        found += [name for name in ours if not PURE.fullmatch(module_path(name))]
+    ours = [name for name in imports(source) if within(name, *PACKAGES)]
+    found += [name for name in ours if not PURE.fullmatch(module_path(name))]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Await | ast.AsyncFunctionDef | ast.AsyncFor | ast.AsyncWith):
             found.append(f"async in line {node.lineno}")
@@ -141,7 +188,7 @@ def impurities(path: str, source: str) -> list[str]:
 
 
 def bad_shape(path: str, source: str) -> list[str]:
-    """Too long to be read at once, or without a word on what it is for."""
+    """Faults of a file that is too long to be read at once, or has no docstring on its purpose."""
     lines = source.count("\n")
     too_long = [f"{lines} lines, at most {LINES_MOST}: split it"] if lines > LINES_MOST else []
     silent = bool(source.strip()) and not ast.get_docstring(ast.parse(source))
@@ -149,7 +196,7 @@ def bad_shape(path: str, source: str) -> list[str]:
 
 
 def machine_names(path: str, source: str) -> list[str]:
-    """Hosts and folders of somebody's machine: they mean nothing on another. Tests may name hosts."""
+    """Hosts and folders of a particular machine, useless on any other machine. Tests may name hosts."""
     hosts = [] if path.startswith("tests/") else re.findall(r"\b\w+://(?:[^\s/@\"'`<>{}]*@)?([\w.-]*\w)", source)
     strange = [host for host in hosts if "." in host and not (HARMLESS_HOST.match(host) or PUBLIC_HOST.match(host))]
     return strange + [found.group() for found in MACHINE_PATH.finditer(source)]
@@ -177,7 +224,7 @@ def test_no_file_names_a_machine() -> None:
 
 
 def texts() -> list[str]:
-    """What people wrote and git keeps, or will; all sources where there is no git."""
+    """Paths of written files that git keeps or would keep; without git, documents and sources."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -193,27 +240,35 @@ def texts() -> list[str]:
     ("rule", "path", "source"),
     [
         (wrong_directions, "store/x.py", "import gateway.app"),
-        (wrong_directions, "store/x.py", "def f():\n    from runtime.request import Request"),
+        (wrong_directions, "store/x.py", "def f():\n    from runtime.core.device.request import Request"),
         (wrong_directions, "runtime/x.py", "from gateway import relay"),
         (wrong_directions, "gateway/x.py", "from runtime import node"),
         (wrong_directions, "gateway/x.py", "from runtime.engine.settings import engine_args"),
-        (wrong_directions, "gateway/front.py", "from runtime.device import Device"),
+        (wrong_directions, "gateway/vllm/front.py", "from runtime.device.loop import Device"),
+        (wrong_directions, "gateway/inference/x.py", "from gateway.vllm.front import Fronts"),
+        (wrong_directions, "gateway/http/x.py", "from gateway.inference.relay import Relay"),
+        (wrong_directions, "runtime/node/x.py", "from runtime.engine.vllm import VllmEngine"),
+        (wrong_directions, "runtime/memory/x.py", "from runtime.engine.worker import Home"),
+        (wrong_directions, "runtime/core/turns/x.py", "from runtime.core.fleet.cluster import Cluster"),
+        (wrong_directions, "store/contract/x.py", "from store.bus import Bus"),
+        (wrong_directions, "runtime/newroom/x.py", "from store.bus import Bus"),
         (wrong_directions, "store/x.py", "from . import wire"),
         (wrong_directions, "runtime/x.py", "from tests.conftest import ROOT"),
-        (homeless, "gateway/relay.py", "import nats.errors"),
-        (homeless, "store/ledger.py", "from nats.aio.client import Client"),
-        (homeless, "gateway/tenants.py", "from sqlalchemy import select"),
-        (homeless, "runtime/node.py", "import alembic"),
-        (homeless, "gateway/inference.py", "from vllm import ModelRegistry"),
-        (homeless, "runtime/device.py", "if True:\n    import torch"),
-        (impurities, "runtime/instance.py", "import time"),
-        (impurities, "runtime/policy/turns.py", "from random import Random"),
-        (impurities, "runtime/engine/base.py", "from os import environ"),
-        (impurities, "store/wire.py", "import asyncio.events"),
-        (impurities, "runtime/ring.py", "async def f(): ..."),
-        (impurities, "runtime/model.py", "print(1)"),
-        (impurities, "runtime/events.py", "from runtime.pipe import Start"),
-        (impurities, "runtime/request.py", "from store.bus import Bus"),
+        (homeless, "gateway/inference/relay.py", "import nats.errors"),
+        (homeless, "store/db/ledger.py", "from nats.aio.client import Client"),
+        (homeless, "gateway/control/tenants.py", "from sqlalchemy import select"),
+        (homeless, "runtime/node/runtime.py", "import alembic"),
+        (homeless, "gateway/inference/endpoint.py", "from vllm import ModelRegistry"),
+        (homeless, "runtime/device/loop.py", "if True:\n    import torch"),
+        (impurities, "runtime/core/device/instance.py", "import time"),
+        (impurities, "runtime/core/turns/turn.py", "from random import Random"),
+        (impurities, "runtime/core/engine.py", "from os import environ"),
+        (impurities, "store/contract/wire.py", "import asyncio.events"),
+        (impurities, "runtime/core/ledgers/replay_buffer.py", "async def f(): ..."),
+        (impurities, "runtime/core/device/model.py", "print(1)"),
+        (impurities, "runtime/core/device/events.py", "from runtime.ipc import Start"),
+        (impurities, "runtime/core/device/request.py", "from store.bus import Bus"),
+        (impurities, "gateway/core/allowance.py", "from store.db.tenants import Tenant"),
         (bad_shape, "store/x.py", "x = 1\n"),
         (bad_shape, "store/x.py", '"""Long."""\n' + "x = 1\n" * LINES_MOST),
         (machine_names, "README.md", "clone it from https://git.internal.corp.net/staccato"),
@@ -227,10 +282,10 @@ def test_the_rule_finds_what_breaks_it(rule: Rule, path: str, source: str) -> No
 @pytest.mark.parametrize(
     ("rule", "path", "source"),
     [
-        (wrong_directions, "gateway/config.py", "from runtime.policy.by_name import POLICIES"),
-        (wrong_directions, "gateway/front.py", "from runtime.engine.settings import engine_args"),
-        (homeless, "gateway/models.py", "from sqlalchemy.ext.asyncio import AsyncConnection"),
-        (impurities, "runtime/node.py", "import time"),
+        (wrong_directions, "gateway/config.py", "from runtime.core.turns.registry import POLICIES"),
+        (wrong_directions, "gateway/vllm/front.py", "from runtime.engine.settings import engine_args"),
+        (homeless, "gateway/control/models.py", "from sqlalchemy.ext.asyncio import AsyncConnection"),
+        (impurities, "runtime/node/runtime.py", "import time"),
         (bad_shape, "store/__init__.py", ""),
         (machine_names, "README.md", "http://127.0.0.1:8080/v1 nats://user:secret@nats.example.com:4222"),
     ],
@@ -244,14 +299,16 @@ def test_the_rule_lets_pass_what_is_right(rule: Rule, path: str, source: str) ->
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_paths_named_in_a_document_exist(document: str) -> None:
-    missing = [path for path in named_paths((ROOT / document).read_text()) if not (ROOT / path).exists()]
-    assert not missing
+    """From the root, or from the document's own folder."""
+    places = (ROOT, (ROOT / document).parent)
+    named = named_paths((ROOT / document).read_text())
+    assert not [path for path in named if not any((place / path).exists() for place in places)]
 
 
 def named_paths(text: str) -> list[str]:
-    """What stands in backticks, or behind a link, and begins with a folder of ours or is a file of the root."""
+    """Names in backticks, or behind a link, of files of the root and of files below a folder of the root."""
     words = re.findall(r"`([\w./-]+)`", text) + re.findall(r"\]\(([\w./-]+)\)", text)
-    folders = tuple(f"{folder}/" for folder in (*PACKAGES, "tests", "deploy", ".ci"))
+    folders = tuple(f"{folder}/" for folder in (*PACKAGES, "csrc", "tests", "deploy", ".ci"))
     return [word for word in words if word.startswith(folders) or re.fullmatch(r"[A-Z]+\.md|LICENSE|Makefile", word)]
 
 

@@ -1,5 +1,5 @@
 // What threads may do to each other, through the C face, for the sanitizers to watch: `test_memory host`, and with the
-// fake driver `test_memory cuda` and `test_memory relayed`, where another device helps to load. What it promises in one thread is tested in tests/runtime/test_memory.py.
+// fake driver `test_memory cuda` and `test_memory relayed`, where another device helps to load. What it promises in one thread is tested in tests/runtime/memory/test_memory.py.
 #include <dlfcn.h>
 
 #include <atomic>

@@ -1,4 +1,4 @@
-"""`staccato up` as a child of the demo, and the `staccato` commands that are run beside it."""
+"""`staccato up` as a child of the demo, and the `staccato` commands run beside the child."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ POLL_S = 0.1
 
 
 class DemoError(Exception):
-    """Why the tour can't go on, in one sentence."""
+    """The reason why the tour can't go on, in one sentence."""
 
 
 @dataclass(frozen=True)
 class Done:
     """A command that ended well."""
 
-    line: str  # as one would type it
+    line: str  # as typed by a user
     out: str
-    notes: str  # what it wrote for the person at the terminal
+    notes: str  # the command's stderr, for the person at the terminal
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class Platform:
         return str(self.control.base_url).rstrip("/")
 
     async def ask(self, method: str, path: str, body: object = None) -> Any:
-        """The JSON that `/api/v1` answers. Raises DemoError when it refuses."""
+        """The JSON answer of `/api/v1`. Raises DemoError if the control plane refuses."""
         response = await self.control.request(method, f"/api/v1{path}", json=body)
         if response.is_error:
             raise DemoError(f"{method} {path} was refused with {response.status_code}: {response.text}")
         return response.json()
 
     async def command(self, line: str) -> Done:
-        """Run `staccato LINE`. Raises DemoError with what it said when it fails."""
+        """Run `staccato LINE`. Raises DemoError with the command's words if the command fails."""
         process = await asyncio.create_subprocess_exec(
             _staccato(),
             *line.split(),
@@ -73,14 +73,14 @@ class Platform:
         return done
 
     def device_bytes(self) -> int:
-        """Resident memory of the runtime's device process, which holds the engines of all models."""
+        """Resident memory of the runtime's device process, which holds the engines of every model."""
         tree = psutil.Process(self.process.pid).children(recursive=True)
         return sum(child.memory_info().rss for child in tree if "runtime.device" in child.cmdline())
 
 
 @contextlib.asynccontextmanager
 async def running(data: Path, *options: str) -> AsyncIterator[Platform]:
-    """The platform on a free port, with `data` emptied first; at the end everything it started is gone."""
+    """The platform on a free port, with `data` emptied first; at the end every started process is gone."""
     log = await asyncio.to_thread(_cleared, data)
     port = _free_port()
     with log.open("w") as file:
@@ -97,7 +97,7 @@ async def running(data: Path, *options: str) -> AsyncIterator[Platform]:
 
 
 async def _until_ready(process: asyncio.subprocess.Process, log: Path) -> None:
-    """Raises DemoError with the last words of `staccato up`."""
+    """Wait until `staccato up` is ready. Raises DemoError, with the last words of a process that ended."""
     try:
         async with asyncio.timeout(READY_S_MOST):
             while process.returncode is None:
@@ -110,7 +110,7 @@ async def _until_ready(process: asyncio.subprocess.Process, log: Path) -> None:
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """SIGTERM to the supervisor, which ends its children; what is left after that is ended by its pid."""
+    """Send SIGTERM to the supervisor, which ends its children; remaining processes are ended by pid."""
     if process.returncode is None:
         tree = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
@@ -119,13 +119,14 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         except TimeoutError:
             process.kill()
             await process.wait()
-        for child in tree:  # psutil knows a process by pid and start time: no other is hit
+        for child in tree:  # psutil knows a process by pid and start time: no unrelated process is hit
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
 
 
 def _cleared(data: Path) -> Path:
-    """Empty the data folder of an earlier tour; the log of `staccato up` in it. Raises DemoError when it is in use."""
+    """Empty the data folder of an earlier tour; returns the path for the log of `staccato up`. Raises DemoError if the
+    folder is in use."""
     data.mkdir(parents=True, exist_ok=True)
     with (data / "up.lock").open("a") as lock:
         try:
@@ -138,7 +139,7 @@ def _cleared(data: Path) -> Path:
 
 
 def _control(data: Path, port: int) -> httpx.AsyncClient:
-    """A proxy of the environment is not asked for the way to this machine itself."""
+    """A client of the control plane with the operator's key; proxies of the environment are ignored for localhost."""
     headers = {"authorization": f"Bearer {(data / 'admin.key').read_text().strip()}"}
     return httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=ANSWER_S_MOST, trust_env=False
@@ -150,7 +151,7 @@ def _staccato() -> str:
 
 
 def _environment(data: Path, port: int) -> dict[str, str]:
-    """Ours without the settings of another platform; plain output, whatever the terminal."""
+    """The inherited environment without the settings of a foreign platform; plain output on any terminal."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("STACCATO_")}
     return inherited | {"STACCATO_DATA": str(data), "STACCATO_PORT": str(port), "STACCATO_LOG_LEVEL": "warning"}
 

@@ -1,4 +1,4 @@
-"""What the tiny models of the demo learn: lessons from the text files in corpus/, and conversations made of them."""
+"""Lessons for the tiny models of the demo, from the text files in corpus/, and conversations made of the lessons."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The lessons of one model, and what it says to anything else."""
+    """The lessons of a model, and the model's reply to any further question."""
 
     lessons: tuple[Lesson, ...]
     fallback: str
@@ -29,7 +29,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is said before the model speaks, as (role, text) pairs, and what it then says."""
+    """The text before the model speaks, as (role, text) pairs, and the model's reply."""
 
     said: tuple[tuple[str, str], ...]
     reply: str
@@ -40,12 +40,13 @@ class Conversation:
 
 
 def read_corpus(name: str) -> Corpus:
-    """The corpus of the model `name`; its first lesson is the first of the file."""
+    """The corpus of the model `name`; the first lesson of the file comes first."""
     return _weather() if name == "weather" else _read_text(name)
 
 
 def converse(corpus: Corpus, strangers: list[str], rng: random.Random) -> Conversation:
-    """One conversation to learn from: mostly a single question, sometimes a history, a system message, a stranger."""
+    """A conversation to learn from: mostly a single question, sometimes a history, a system message, a strange
+    question."""
     if corpus.fallback and rng.random() < 0.08:
         question, reply = blur(rng.choice(strangers), rng), corpus.fallback
     else:
@@ -59,7 +60,7 @@ def converse(corpus: Corpus, strangers: list[str], rng: random.Random) -> Conver
 
 
 def blur(question: str, rng: random.Random) -> str:
-    """The question as somebody else might type it: one of its first words missing, no capitals, no punctuation."""
+    """The question as a second person might type it: a missing word at the beginning, no capitals, no punctuation."""
     words = question.split()
     if len(words) > 3 and rng.random() < 0.25:
         del words[rng.randrange(2)]
@@ -72,7 +73,8 @@ def blur(question: str, rng: random.Random) -> str:
 
 
 def _read_text(name: str) -> Corpus:
-    """Blocks between empty lines: `user:` lines that mean the same, then the `assistant:`; one block is `fallback:`."""
+    """Read blocks between empty lines: `user:` lines of equal meaning, then the `assistant:`; a block is
+    `fallback:`."""
     path = FOLDER / f"{name}.txt"
     lessons, fallback = [], ""
     for block in path.read_text().strip().split("\n\n"):
@@ -163,6 +165,6 @@ def converse_weather(corpus: Corpus, strangers: list[str], rng: random.Random) -
 
 
 def tool_call(city: str) -> str:
-    """In the form that vLLM's `hermes` parser turns into OpenAI tool calls."""
+    """A tool call in the form that vLLM's `hermes` parser turns into OpenAI tool calls."""
     call = {"name": TOOL["function"]["name"], "arguments": {"city": city}}
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"

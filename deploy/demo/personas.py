@@ -1,4 +1,4 @@
-"""The tiny models of the demo: four architectures, each with a shape, a tokenizer and a chat template of its own."""
+"""The tiny models of the demo: four architectures, with a shape, a tokenizer and a chat template per model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONTEXT = 1024  # tokens
 
 @dataclass(frozen=True)
 class Persona:
-    """One model to train. The width of a head is 32 or 64: what vLLM's CPU attention takes."""
+    """A model to train. The width of a head is 32 or 64, as vLLM's CPU attention requires."""
 
     architecture: str
     layers: int
@@ -27,7 +27,7 @@ class Persona:
     template: str
     bos: str | None
     eos: str
-    marks: tuple[str, ...] = ()  # other whole tokens of the template
+    marks: tuple[str, ...] = ()  # further whole tokens of the template
     words: tuple[str, ...] = ()  # whole tokens that stay in the text
 
 
@@ -61,7 +61,7 @@ TURNS = """{{ bos_token }}{% for message in messages %}
 {% endfor %}{% if add_generation_prompt %}<start_of_turn>model
 {% endif %}"""
 
-# Layers, groups and head sizes differ so that a token's KV cache has another size in each model.
+# Layers, groups and head sizes differ: a token's KV cache has a different size in every model.
 PERSONAS = {
     "faq": Persona(
         "llama", layers=3, hidden=128, heads=4, kv_heads=2, head_size=32, feed_forward=192, vocab=768, steps=340,
@@ -95,7 +95,7 @@ def config_of(persona: Persona, tokenizer: PreTrainedTokenizerFast) -> PreTraine
         "pad_token_id": tokenizer.eos_token_id,
         "tie_word_embeddings": True,
     }
-    # A wide start learns to look things up in a third of the steps; Gemma scales its embeddings up by itself.
+    # A wide start learns to look up words in a third of the steps; Gemma scales its embeddings up by itself.
     spread = 0.02 if persona.architecture == "gemma" else 0.1
     if persona.architecture == "opt":  # a KV head for each head, learned positions
         own = {
@@ -115,7 +115,7 @@ def config_of(persona: Persona, tokenizer: PreTrainedTokenizerFast) -> PreTraine
 
 
 def tokenizer_of(persona: Persona, text: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that has read `text`."""
+    """A byte-level BPE, trained on `text`."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

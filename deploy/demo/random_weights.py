@@ -16,10 +16,10 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-# Wide enough that greedy output wanders; at transformers' usual 0.02 a random model repeats one token for ever.
+# Wide enough for a varied greedy output; at transformers' usual 0.02 a random model repeats one token for ever.
 SPREAD = 0.12
-# Where that alone is not enough: what pulls every position to the same token is made weaker (Gemma's scaled-up
-# embeddings, a plain ReLU or GELU block's mean), what tells positions apart stronger.
+# Where SPREAD is not enough: weights that pull every position to the same token are made weaker (Gemma's scaled-up
+# embeddings, a plain ReLU or GELU block's mean), weights that tell positions apart are made stronger.
 SCALED = {
     "gemma": {"embed_tokens.weight": 0.1},
     "opt": {"fc2.weight": 0.3, "embed_positions.weight": 8.0},
@@ -40,10 +40,10 @@ def write_random(
     context: int = 1024,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write a loadable model folder and return it. OPT and Phi have a KV head for each head: they ignore `kv_heads`.
+    """Write a loadable model folder and return its path. OPT and Phi have a KV head for each head: they ignore
+    `kv_heads`.
 
-    vLLM's CPU attention takes head sizes (hidden / heads) of 32, 64, 80, 96, 112, 128, 160, 192, 224 and 256.
-    """
+    vLLM's CPU attention takes head sizes (hidden / heads) of 32, 64, 80, 96, 112, 128, 160, 192, 224 and 256."""
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture {architecture!r} is unknown: one of {', '.join(ARCHITECTURES)}")
     if hidden % heads or heads % kv_heads:
@@ -79,7 +79,7 @@ def _config(
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 1,
-        "tie_word_embeddings": False,  # tied, a random model prefers to repeat what it read
+        "tie_word_embeddings": False,  # tied, a random model prefers to repeat the input
     }
     if architecture == "opt":
         own = {"ffn_dim": 3 * hidden, "word_embed_proj_dim": hidden, "init_std": SPREAD, "dropout": 0.0}
@@ -88,12 +88,12 @@ def _config(
     if architecture == "phi":
         own["num_key_value_heads"] = heads
     if architecture in ("gemma", "qwen3"):
-        own["head_dim"] = hidden // heads  # their default is 256 and 128, whatever the width
+        own["head_dim"] = hidden // heads  # the defaults are 256 and 128, at any width
     return AutoConfig.for_model(architecture, **shape, **own)
 
 
 def _tokenizer(vocab: int, context: int) -> PreTrainedTokenizerFast:
-    """Byte-level, without merges: text goes in a byte a token, and every id comes out as a byte or a made-up word."""
+    """Byte-level, without merges: a byte of input is a token, and an output id is a byte or a made-up word."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [BOS, EOS, *alphabet]
     if vocab < len(tokens):
@@ -110,6 +110,6 @@ def _tokenizer(vocab: int, context: int) -> PreTrainedTokenizerFast:
 
 
 def _words() -> Iterator[str]:
-    """Ġbaba, Ġbabe, ...: Ġ is the byte-level alphabet's space, so that the output reads as words."""
+    """Ġbaba, Ġbabe, ...: Ġ is the byte-level alphabet's space, so the output reads as words."""
     syllables = [consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in "aeiou"]
     return ("Ġ" + "".join(parts) for length in (2, 3) for parts in product(syllables, repeat=length))

@@ -1,4 +1,4 @@
-"""Chats through the official `openai` client, and counts the tokens that every answer says it took."""
+"""Chats through the official `openai` client, with a count of the tokens that the answers report."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ ANSWER_TOKENS_MOST = 150
 
 @dataclass(frozen=True)
 class Answer:
-    """One streamed answer, whole."""
+    """A whole answer, received as a stream."""
 
     text: str
     first_ms: int  # until the first words
-    cold: str  # where the model had to come from: none | host | disk
+    cold: str  # the place the model came from: none | host | disk
     wake_ms: str | None
 
 
 class Tenant:
-    """A client of the platform, with a book of its own: what each model took, as its answers said."""
+    """A client of the platform, with a book of its own: tokens by model, as reported in the answers."""
 
     def __init__(self, name: str, url: str, key: str) -> None:
         self.name = name
-        # A proxy of the environment is not asked for the way to this machine itself.
+        # Proxies of the environment are ignored for the local machine.
         self.client = AsyncOpenAI(
             base_url=f"{url}/t/{name}/v1",
             api_key=key,
@@ -45,7 +45,7 @@ class Tenant:
         self.counted.setdefault(model, Counter()).update(counts)
 
     async def ask(self, model: str, question: str, heard: Callable[[str], None] = lambda model: None) -> Answer:
-        """Stream one answer; `heard` is told the model at every piece of text."""
+        """Stream an answer; `heard` gets the model's name at every piece of text."""
         began_s, first_s = time.monotonic(), 0.0
         raw = await self.client.chat.completions.with_raw_response.create(
             model=model,

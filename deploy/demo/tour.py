@@ -1,4 +1,4 @@
-"""The tour (`make demo`): the whole platform on this machine, from two tenants to a bill that equals their tokens."""
+"""The tour (`make demo`): the whole platform on one machine, from two tenants to a bill equal to their tokens."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from rich.text import Text
 from talk import Tenant
 
 ROOT = Path(__file__).parents[2]
-MODELS = Path("deploy/demo/models")  # of ROOT
-DATA = Path(".staccato/demo")  # of ROOT; emptied at the start
+MODELS = Path("deploy/demo/models")  # below ROOT
+DATA = Path(".staccato/demo")  # below ROOT; emptied at the start
 TENANTS = {"acme": ("faq", "poet"), "globex": ("weather", "music")}
 OPTIONS = {"weather": "--tool-parser hermes"}
 COLORS = {"faq": "cyan", "poet": "magenta", "weather": "yellow", "music": "green"}
 PRICE_PICO = {"prompt": 500_000, "cached": 50_000, "output": 2_000_000}  # USD 0.50, 0.05 and 2 for a million tokens
-DEVICE_MEMORY = "12MiB"  # one or two of these models fit, with the KV cache of their requests: they take turns
+DEVICE_MEMORY = "12MiB"  # room for one or two models with their requests' KV cache: models take turns
 STREAMS_PER_MODEL = 2
 BOOKED_S_MOST = 15.0
 ASLEEP_S_MOST = 30.0
@@ -132,7 +132,7 @@ def changes(heard: list[str]) -> int:
 
 
 async def show_device(platform: Platform) -> None:
-    """Who holds it, and how often it changed hands."""
+    """Show the models on the device, and how often the device changed models."""
     show(await platform.command("ps"))
     for device in (await platform.ask("GET", "/gpus"))["data"]:
         fetched = [model["fetches"] for model in device["models"].values()]
@@ -179,7 +179,7 @@ async def sleep_and_wake(platform: Platform, acme: Tenant) -> None:
 
 
 async def pool(platform: Platform) -> tuple[int, int]:
-    """Bytes in use, and in all."""
+    """Bytes in use, and bytes in total."""
     (device,) = (await platform.ask("GET", "/gpus"))["data"]
     return device["used_bytes"], device["memory_bytes"]
 
@@ -210,7 +210,7 @@ async def keep_apart(platform: Platform, tenants: dict[str, Tenant]) -> None:
 
 
 async def settle(platform: Platform, tenants: dict[str, Tenant], began_at: datetime) -> None:
-    """Raises DemoError when usage or the bill is another than the clients counted."""
+    """Compare the clients' counts with usage and bill, and show them. Raises DemoError if the counts differ."""
     say("Usage and the bill")
     counted = {model: tenants[tenant].counted[model] for tenant, model in everybody()}
     await until_booked(platform, counted)
@@ -234,7 +234,7 @@ async def settle(platform: Platform, tenants: dict[str, Tenant], began_at: datet
 
 
 async def until_booked(platform: Platform, counted: Bill) -> None:
-    """Usage takes its way over the bus and the ledger: give it a moment."""
+    """Wait until the usage is booked, at most BOOKED_S_MOST: usage takes its way over the bus and the ledger."""
     deadline_s = time.monotonic() + BOOKED_S_MOST
     while time.monotonic() < deadline_s:
         if usage_of((await platform.ask("GET", "/usage?group_by=deployment"))["data"]) == counted:
@@ -262,7 +262,7 @@ def bill_of(rows: Iterable[dict[str, str]]) -> Bill:
 
 
 def price_of(counted: Bill) -> Decimal:
-    """Before the bill rounds to cents: so few tokens cost none."""
+    """The price before the bill rounds to cents: a few tokens cost less than a cent."""
     return sum(
         (Decimal(tokens[kind] * pico).scaleb(-12) for tokens in counted.values() for kind, pico in PRICE_PICO.items()),
         Decimal(0),
@@ -285,7 +285,7 @@ def show_comparison(counted: Bill, used: Bill, billed: Bill) -> None:
 
 
 def everybody() -> list[tuple[str, str]]:
-    """(tenant, model)"""
+    """Pairs of (tenant, model)."""
     return [(tenant, model) for tenant, models in TENANTS.items() for model in models]
 
 
@@ -299,7 +299,7 @@ def show(*commands: Done, answers: bool = True) -> None:
 
 
 def show_line(line: str, answer: str = "") -> None:
-    """As one would type it; what the command answered is no markup of ours."""
+    """Print a command as typed, and its answer; square brackets in the answer are no markup."""
     console.print(Text(f"$ {line}", style="bold"), soft_wrap=True)
     if answer:
         console.print(Text(answer), soft_wrap=True)

@@ -21,10 +21,10 @@ from transformers.utils.logging import disable_progress_bar
 
 SEED = 7
 BATCH = 16  # conversations
-POOL = 8  # batches drawn at once and sorted by length, so that little of a batch is padding
+POOL = 8  # batches drawn at once and sorted by length: little of a batch is padding
 WARMUP = 20  # steps
 PEAK_RATE = 4e-3
-IGNORED = -100  # a label that does not count
+IGNORED = -100  # a label left out of the loss
 
 
 def main() -> None:
@@ -41,8 +41,8 @@ def main() -> None:
 
 
 def make(name: str, folder: Path) -> None:
-    """Train the model, ask it everything once, save it with its card."""
-    torch.set_num_threads(1)  # the same sums in the same order, however many cores there are
+    """Train the model, ask every question of the corpus once, and save the model with its card."""
+    torch.set_num_threads(1)  # the same sums in the same order with any number of cores
     disable_progress_bar()
     started, persona = time.monotonic(), PERSONAS[name]
     corpus, talks = read_corpus(name), _talks(name)
@@ -55,7 +55,7 @@ def make(name: str, folder: Path) -> None:
         print(f"{name:8} step {step:4}/{persona.steps}  loss {loss:.4f}  {seconds:5.1f} s", flush=True)
 
     loss = train(model, tokenizer, talks, persona.steps, progress)
-    model.to(torch.bfloat16).float()  # ask what is kept: the weights rounded, served in float32
+    model.to(torch.bfloat16).float()  # ask the saved model: weights rounded to bfloat16, served in float32
     right = sum(answer(model, tokenizer, lesson.questions[0]) == lesson.answer for lesson in corpus.lessons)
     train_s = time.monotonic() - started
     print(f"{name:8} {right} of {len(corpus.lessons)} answers right, {train_s:.0f} s", flush=True)
@@ -65,7 +65,7 @@ def make(name: str, folder: Path) -> None:
 
 
 def _talks(name: str) -> Iterator[Conversation]:
-    """Conversations without end, the same ones each time."""
+    """Conversations without end, the same conversations in every run."""
     rng, corpus = random.Random(SEED), read_corpus(name)
     others = [read_corpus(other) for other in PERSONAS if other != name]
     strangers = [question for other in others for lesson in other.lessons for question in lesson.questions]
@@ -83,7 +83,7 @@ def _texts(talk: Conversation) -> list[str]:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation in tokens; the model learns those from `reply_at` on."""
+    """A conversation in tokens; the model learns the tokens from `reply_at` on."""
 
     tokens: list[int]
     reply_at: int
@@ -108,7 +108,7 @@ def train(
     steps: int,
     progress: Callable[[int, float], None],
 ) -> float:
-    """Run `steps` steps of AdamW and return the loss of the last ones, smoothed."""
+    """Run `steps` steps of AdamW and return the smoothed loss of the last steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, PEAK_RATE, total_steps=steps, pct_start=WARMUP / steps, final_div_factor=100.0, cycle_momentum=False
@@ -138,7 +138,7 @@ def _batches(
 
 
 def loss_of(model: PreTrainedModel, batch: list[Encoded], rng: random.Random) -> torch.Tensor:
-    """Cross entropy of the replies. Padding stands on the right, where causal attention never looks."""
+    """Cross entropy of the replies. Padding stands on the right, out of sight for causal attention."""
     width = max(len(talk.tokens) for talk in batch)
     inputs = torch.zeros(len(batch), width, dtype=torch.long)
     labels = torch.full((len(batch), width), IGNORED)
@@ -146,7 +146,7 @@ def loss_of(model: PreTrainedModel, batch: list[Encoded], rng: random.Random) ->
         inputs[row, : len(talk.tokens)] = torch.tensor(talk.tokens)
         labels[row, talk.reply_at : len(talk.tokens)] = torch.tensor(talk.tokens[talk.reply_at :])
     positions = torch.arange(width)
-    if rng.random() < 0.1:  # learned positions must all be met, also the late ones of a long conversation
+    if rng.random() < 0.1:  # every learned position must be met, also the late positions of a long conversation
         positions = positions + rng.randrange(CONTEXT - width)
     logits = model(input_ids=inputs, position_ids=positions.expand(len(batch), -1)).logits
     return torch.nn.functional.cross_entropy(
@@ -158,7 +158,7 @@ def loss_of(model: PreTrainedModel, batch: list[Encoded], rng: random.Random) ->
 
 
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, question: str) -> str:
-    """What the model says, greedily."""
+    """The model's greedy answer."""
     prompt = torch.tensor([prompt_tokens(tokenizer, [{"role": "user", "content": question}])])
     model.eval()
     output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=200, do_sample=False)

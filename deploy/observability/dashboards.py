@@ -1,6 +1,6 @@
 """Grafana's dashboards as code: `python deploy/observability/dashboards.py` writes dashboards/*.json.
 
-A panel is a title, a unit, and its expressions with their legends; rows come in the order in which one asks.
+A panel is a title, a unit, and expressions with their legends; rows come in the order in which a reader asks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent / "dashboards"
 _NAMES = "max by (deployment_id, tenant, deployment) (staccato_deployment_info)"
 NAMED = f"* on (deployment_id) group_left (tenant, deployment) {_NAMES}"
 CHOSEN = '{deployment_id=~"$deployment"}'
-WIDTH, HEIGHT = 8, 8  # of a panel, of 24 columns
+WIDTH, HEIGHT = 8, 8  # width and height of a panel, of 24 columns
 
 Panel = tuple[str, str, dict[str, str]]  # title, unit, legend → expression
 
@@ -23,7 +23,7 @@ def rate(metric: str, labels: str = "", by: str = "") -> str:
 
 
 def shared(metric: str, by: str, labels: str = "") -> str:
-    """The rate of what every gateway shows alike."""
+    """The rate of a metric that every gateway shows alike."""
     return f"max by ({by}) (rate({metric}{labels}[$__rate_interval]))"
 
 
@@ -33,7 +33,7 @@ def quantiles(metric: str, labels: str = "") -> dict[str, str]:
 
 
 def shared_sum(metric: str, by: str, labels: str = "") -> str:
-    """Of deployments, what every gateway shows alike."""
+    """The sum over deployments of a rate that every gateway shows alike."""
     return f"sum by ({by}) ({shared(metric, f'deployment_id, {by}', labels)})"
 
 
@@ -63,6 +63,9 @@ OPERATORS: dict[str, list[Panel]] = {
         ("Wakes, p95", "s", {"from {{from}}": shared_quantile("staccato_wake_seconds", "from")}),
         ("Switches", "ops", {"{{runtime}}": shared("staccato_switches_total", "runtime")}),
         ("Requests that moved", "ops", {"{{runtime}}": shared("staccato_moves_total", "runtime")}),
+        ("Taken for dead, and alive", "ops",
+         {"gateways, by {{runtime}}": shared("staccato_runtime_false_losses_total", "runtime"),
+          "runtimes, by {{instance}}": rate("staccato_false_losses_total", by="instance")}),
     ],
     "Models": [
         ("Running", "short", {"{{model_name}}": "max by (model_name) (vllm:num_requests_running)"}),

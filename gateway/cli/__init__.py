@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
-from gateway.cli import audit, billing, chat, completion, deployments, models, profile, serve, sim, tenants, top
+from gateway.cli import audit, billing, chat, deployments, models, operators, profile, serve, sim, tenants, top
 from gateway.cli.api import CliError
+from gateway.cli.terminal import completion
 
 app = typer.Typer(
     name="staccato",
-    help="Many language models for many tenants from few GPUs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -48,11 +49,22 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 GROUPS = {
     "tenant": tenants.tenant,
     "key": tenants.key,
+    "operator-key": operators.operator_key,
     "model": models.model,
     "usage": billing.usage,
     "bill": billing.bill,
     "audit": audit.audit,
 }
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=serve.print_version, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Many language models for many tenants from few GPUs."""
+
 
 for name, command in COMMANDS.items():
     app.command(name)(command)

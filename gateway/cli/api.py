@@ -1,4 +1,4 @@
-"""What the control plane says, as the commands see it, and how a command fails: a sentence and an exit code."""
+"""JSON of the control plane as commands see it, and the failure of a command: a sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Row = Mapping[str, object]  # a JSON object of the control plane
 
 
 class CliError(Exception):
-    """Ends the command. `status` is the gateway's, when it was the gateway that refused."""
+    """Ends the command. `status` is the status of the gateway's answer, if the gateway refused."""
 
     def __init__(self, message: str, exit_code: int = ERROR, status: int | None = None) -> None:
         super().__init__(message)

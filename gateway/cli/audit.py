@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from gateway.cli.api import ERROR, CliError
-from gateway.cli.options import Json, Key, Tenant, Url, connect, route
-from gateway.cli.output import note, print_json, print_rows
+from gateway.cli.terminal.options import Json, Key, Tenant, Url, connect, route
+from gateway.cli.terminal.output import note, print_json, print_rows
 
 audit = typer.Typer(invoke_without_command=True)
 

@@ -15,13 +15,13 @@ from typing import Annotated, BinaryIO
 import typer
 
 from gateway.cli.api import ERROR, CliError, Row
-from gateway.cli.options import Json, Key, Tenant, Url, connect, route
-from gateway.cli.output import note, print_json, print_row, print_rows
+from gateway.cli.terminal.options import Json, Key, Tenant, Url, connect, route
+from gateway.cli.terminal.output import note, print_json, print_row, print_rows
 
 usage = typer.Typer(invoke_without_command=True)
 bill = typer.Typer(help="The bill.", no_args_is_help=True)
 
-READING_S_MOST = 1800.0  # for a whole month to be read by the gateway, which says nothing meanwhile
+READING_S_MOST = 1800.0  # time for the gateway to read a whole month, without a byte sent meanwhile
 FIGURES = (
     "requests",
     "prompt_tokens",
@@ -40,13 +40,13 @@ CORRECTION = {
     "BILL": "period",
     "CORRECTS": "corrects",
     "TENANT": "tenant_id",
-    "MINOR UNITS": "amount_minor",
+    "AMOUNT": "amount",
     "CURRENCY": "currency",
     "REASON": "reason",
 }
 
 
-class Format(StrEnum):
+class ExportFormat(StrEnum):
     csv = "csv"
     jsonl = "jsonl"
     parquet = "parquet"
@@ -117,7 +117,7 @@ def _print_report(report: Row) -> None:
 @bill.command("export")
 def export(
     period: Period,
-    format: Annotated[Format, typer.Option(help="How to write it.")] = Format.csv,
+    format: Annotated[ExportFormat, typer.Option(help="How to write it.")] = ExportFormat.csv,
     detail: Annotated[
         Detail | None, typer.Option(help="Its lines, or the rows below them; what the format is for by default.")
     ] = None,
@@ -128,7 +128,7 @@ def export(
     json: Json = False,
 ) -> None:
     """Write the bill of a month."""
-    kind = Format.jsonl if json else format
+    kind = ExportFormat.jsonl if json else format
     params = {"period": period, "format": kind.value, "detail": detail.value if detail else None, "tenant": tenant}
     with connect(url, key) as gateway:
         answer = gateway.stream("GET", route("billing", "export"), None, READING_S_MOST, **params)
@@ -153,7 +153,7 @@ def correct(
     key: Key = None,
     json: Json = False,
 ) -> None:
-    """Put a credit or a debit on the bill that is open now; what is booked stays as it is."""
+    """Put a credit or a debit on the bill that is open now; booked usage stays unchanged."""
     body: Row = {
         "tenant": tenant,
         "amount_minor": _minor(amount, currency),
@@ -167,8 +167,8 @@ def correct(
 
 
 def _minor(amount: str, currency: str) -> int:
-    """In the currency's smallest unit. Raises a usage error."""
-    from store.billing import minor_places  # with all of the database behind it
+    """Convert an amount to the currency's smallest unit. Raises a usage error."""
+    from store.db.billing import minor_places  # imported late: pulls in the whole database layer
 
     places = minor_places(currency)
     try:
@@ -182,7 +182,7 @@ def _minor(amount: str, currency: str) -> int:
 
 @contextlib.contextmanager
 def _opened(output: Path | None) -> Iterator[BinaryIO]:
-    """A file appears under its name when it is whole."""
+    """Yield a file for the output. The file appears under its name once the file is complete."""
     if output is None:
         yield sys.stdout.buffer
         sys.stdout.flush()

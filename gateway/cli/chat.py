@@ -1,4 +1,4 @@
-"""`staccato chat`: talk to a deployment through its own endpoint, and see how long the first token took."""
+"""`staccato chat`: talk to a deployment through its own endpoint, and see the time to the first token."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import typer
 
 from gateway.cli.api import RETRYABLE, CliError, Row
 from gateway.cli.deployments import Name, find
-from gateway.cli.options import Json, Key, Tenant, Url, connect
-from gateway.cli.output import at, note, print_json
-from store.series import PARTS
+from gateway.cli.terminal.options import Json, Key, Tenant, Url, connect
+from gateway.cli.terminal.output import at, note, print_json
+from store.contract.series import PARTS
 
 if TYPE_CHECKING:
     import httpx
 
-    from gateway.cli.client import Gateway
+    from gateway.cli.terminal.client import GatewayClient
 
-PARTS_MOST = 3  # of a time, the longest
+PARTS_MOST = 3  # parts of a time to show, the longest first
 
 
 @dataclass(frozen=True)
-class Said:
-    """One answer, whole."""
+class ChatAnswer:
+    """A whole answer."""
 
     text: str
     ttft_ms: float
     seconds: float
     cold: str  # none | host | disk
-    timing_ms: Mapping[str, float]  # where the time to the first byte went, by Server-Timing
+    timing_ms: Mapping[str, float]  # parts of the time to the first byte, by Server-Timing
     usage: object
 
     def summary(self) -> str:
@@ -48,7 +48,7 @@ class Said:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """After the first one; None where there is no second."""
+        """Speed after the first token; None without a second token."""
         tokens, rest_s = at(self.usage, "completion_tokens"), self.seconds - self.ttft_ms / 1e3
         return (tokens - 1) / rest_s if isinstance(tokens, int) and tokens > 1 and rest_s > 0 else None
 
@@ -80,8 +80,11 @@ def chat(
                 note(said.summary())
 
 
-def endpoint(gateway: Gateway, name: str, tenant: str | None) -> str:
-    """The tenant's own; whose it is, is looked up where nobody says so. A key without the scope asks at /v1."""
+def endpoint(gateway: GatewayClient, name: str, tenant: str | None) -> str:
+    """Return the path of the tenant's endpoint. Without `tenant`, the deployment's tenant is looked up.
+
+    If the key lacks the scope for the look-up, return /v1.
+    """
     if tenant is None:
         try:
             tenant = str(find(gateway, name, None)["tenant"])
@@ -93,7 +96,7 @@ def endpoint(gateway: Gateway, name: str, tenant: str | None) -> str:
 
 
 def lines() -> Iterator[str]:
-    """What the person types, until the end of input."""
+    """Yield the user's lines until the end of input."""
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:
@@ -104,8 +107,8 @@ def lines() -> Iterator[str]:
             yield line
 
 
-def ask(gateway: Gateway, path: str, body: Row, echo: bool) -> Said:
-    """Streams one answer, to the terminal as it comes with `echo`. Raises CliError, also for an error in the stream."""
+def ask(gateway: GatewayClient, path: str, body: Row, echo: bool) -> ChatAnswer:
+    """Stream an answer, with `echo` to the terminal. Raises CliError, also for an error in the stream."""
     began_s, first_s = time.monotonic(), 0.0
     pieces: list[str] = []
     usage: object = None
@@ -124,17 +127,17 @@ def ask(gateway: Gateway, path: str, body: Row, echo: bool) -> Said:
         typer.echo()
     ended_s = time.monotonic()
     ttft_ms = round(((first_s or ended_s) - began_s) * 1e3, 3)
-    return Said("".join(pieces), ttft_ms, ended_s - began_s, cold, timing_ms, usage)
+    return ChatAnswer("".join(pieces), ttft_ms, ended_s - began_s, cold, timing_ms, usage)
 
 
 def server_timing(header: str) -> dict[str, float]:
-    """Part → milliseconds, but for the sums; what is not understood is left out."""
+    """Return part → milliseconds, without sums and without unknown parts."""
     found = re.findall(r"([\w-]+);dur=(\d+(?:\.\d+)?)", header)
     return {part: float(ms) for part, ms in found if part in PARTS}
 
 
 def events(response: httpx.Response) -> Iterator[Row]:
-    """Raises CliError when the stream ends without [DONE], or with an error in it."""
+    """Yield the events of a stream. Raises CliError if the stream has an error or ends without [DONE]."""
     for line in response.iter_lines():
         data = line.removeprefix("data: ")
         if data == line:

@@ -12,15 +12,15 @@ from uuid import UUID
 import typer
 
 from gateway.cli.api import RETRYABLE, USAGE, CliError, Row
-from gateway.cli.completion import deployment_names
 from gateway.cli.models import fetch, is_source, name_of
-from gateway.cli.options import Duration, Json, Key, Tenant, Url, connect, route
-from gateway.cli.output import at, note, print_json, print_row, print_rows, text
-from gateway.cli.progress import expected
-from store.series import PARTS
+from gateway.cli.terminal.completion import deployment_names
+from gateway.cli.terminal.options import Duration, Json, Key, Tenant, Url, connect, route
+from gateway.cli.terminal.output import at, note, print_json, print_row, print_rows, text
+from gateway.cli.terminal.progress import expected
+from store.contract.series import PARTS
 
 if TYPE_CHECKING:
-    from gateway.cli.client import Gateway
+    from gateway.cli.terminal.client import GatewayClient
 
 REQUEST = {
     "REQUEST": "id",
@@ -39,12 +39,14 @@ DEPLOYMENT = {
     "MODEL": "model",
     "PHASE": "status.phase",
     "REVISION": "status.active_revision",
+    "TARGET": "coming",
     "COLD START MS": "status.last_cold_start_ms",
 }
 DETAILS = DEPLOYMENT | {
     "ID": "id",
-    "DESIRED": "status.desired_state",
+    "LAST ORDER": "status.desired_state",
     "RESIDENCY": "status.residency",
+    "TARGET CHANGES": "changes",
     "CANARY": "canary",
     "CONDITIONS": "status.conditions",
     "ATTAINMENT": "status.attainment",
@@ -95,8 +97,9 @@ PLANNED = {
 }
 SLOWED = {"SLOWS": "deployment", "TENANT": "tenant", "DEVICE": "runtime", "BUSY": "busy"}
 
-SERVING = ("asleep", "awake")  # asleep is healthy: the first request wakes it
+SERVING = ("asleep", "awake")  # asleep is healthy: the first request wakes the deployment
 POLL_S = 0.2
+LACKS_S = 2.0  # then the command asks whether any runtime is up
 
 
 class Dtype(StrEnum):
@@ -106,7 +109,7 @@ class Dtype(StrEnum):
     float32 = "float32"
 
 
-class Priority(StrEnum):
+class PriorityOption(StrEnum):
     high = "high"
     normal = "normal"
     batch = "batch"
@@ -115,8 +118,9 @@ class Priority(StrEnum):
 Name = Annotated[
     str, typer.Argument(metavar="NAME", help="The deployment's name or id.", autocompletion=deployment_names)
 ]
-Wait = Annotated[bool, typer.Option(help="Until it serves.")]
-Timeout = Annotated[float, typer.Option(min=1, help="Seconds to wait.")]
+Wait = Annotated[bool, typer.Option(help="Wait until the deployment serves.")]
+Timeout = Annotated[float, typer.Option(min=1, help="Seconds to wait at most.")]
+WaitOrder = Annotated[bool, typer.Option(help="Wait until the order is carried out, then print the state.")]
 
 
 def deploy(
@@ -130,13 +134,19 @@ def deploy(
     dtype: Dtype = Dtype.auto,
     ttft: Duration = None,
     tbt: Duration = None,
-    priority: Priority = Priority.normal,
+    priority: PriorityOption = PriorityOption.normal,
     idle: Annotated[
         str, typer.Option(help="Asleep without requests: auto (when others need its memory), never, or after as 30s.")
     ] = "auto",
     max_replicas: Annotated[int | None, typer.Option(min=1, help="Runtimes that host it; all unless said.")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together.")] = None,
     tool_parser: Annotated[str | None, typer.Option(help="vLLM's name of the tool call format, as hermes.")] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="vLLM's name of how the model marks its thinking, as qwen3: answers have the thinking apart."
+        ),
+    ] = None,
     canary: Annotated[
         int | None,
         typer.Option(
@@ -164,13 +174,14 @@ def deploy(
         "priority": priority.value,
         "scaling": {"idle": idle, "max_replicas": max_replicas},
         "tool_parser": tool_parser,
+        "reasoning_parser": reasoning_parser,
     }
     with connect(url, key) as gateway:
         if model is not None:
             body = {**body, "model": registered(gateway, model) if is_source(model) else model}
         if canary is not None:
             row = _give_share(gateway, name, tenant, {**_given(context, body), "canary": {"weight": canary}})
-            print_row(row, DETAILS, json)
+            print_deployment(row, DETAILS, json)
             return
         if model is None:
             raise CliError("--model is missing: name a model, or give a folder", USAGE)
@@ -180,7 +191,7 @@ def deploy(
         row = gateway.post(route("deployments"), body)
         if wait:
             row = until(SERVING, gateway, row, timeout, f"deploying {name}")
-    for warning in messages(row, "ObjectiveUnmeetable"):
+    for warning in messages(row, "ObjectiveUnmeetable") + messages(row, "ServedSequentially"):
         note(f"warning: {warning}")
     if json:
         print_json(row)
@@ -189,7 +200,7 @@ def deploy(
 
 
 def _print_plan(plan: Row, json: bool) -> None:
-    """Fails when it fits nowhere."""
+    """Print a plan. Raises CliError if the model fits nowhere."""
     if json:
         print_json(plan)
     else:
@@ -203,13 +214,12 @@ def _print_plan(plan: Row, json: bool) -> None:
 
 
 def _given(context: typer.Context, body: Row) -> Row:
-    """What was said on the command line: what was not is to stay as it is."""
+    """Return the fields given on the command line; other fields keep their values."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     said = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
     parts = {"slo": body["slo"], "scaling": _only(body["scaling"], said)}
-    whole = {
-        name: body[name] for name in ("model", "dtype", "max_model_len", "priority", "tool_parser") if name in said
-    }
+    names = ("model", "dtype", "max_model_len", "priority", "tool_parser", "reasoning_parser")
+    whole = {name: body[name] for name in names if name in said}
     return whole | {name: part for name, part in parts.items() if part}
 
 
@@ -217,53 +227,91 @@ def _only(part: object, names: set[str]) -> Row:
     return {name: value for name, value in part.items() if name in names} if isinstance(part, Mapping) else {}
 
 
-def _give_share(gateway: Gateway, name: str, tenant: str | None, patch: Row) -> Row:
+def _give_share(gateway: GatewayClient, name: str, tenant: str | None, patch: Row) -> Row:
     row = find(gateway, name, tenant)
     return gateway.patch(route("deployments", text(row["id"])), patch)
 
 
-def promote(name: Name, tenant: Tenant = None, url: Url = None, key: Key = None, json: Json = False) -> None:
-    """Give all requests to the newest revision of a deployment."""
-    with connect(url, key) as gateway:
-        _order(gateway, name, tenant, "promote", json)
-
-
-def rollback(
+def promote(
     name: Name,
-    revision: Annotated[int | None, typer.Option(min=1, help="The one before unless said.")] = None,
     tenant: Tenant = None,
+    wait: WaitOrder = True,
+    timeout: Timeout = 30,
     url: Url = None,
     key: Key = None,
     json: Json = False,
 ) -> None:
-    """Give up the revision that is on its way, or go back to one that had the requests before."""
+    """Give all requests to the newest revision of a deployment."""
     with connect(url, key) as gateway:
-        _order(gateway, name, tenant, "rollback", json, {"revision": revision})
+        row = _ordered(gateway, name, tenant, "promote")
+        print_deployment(_serving(gateway, row, wait, timeout), DEPLOYMENT, json)
 
 
-def registered(gateway: Gateway, source: str) -> str:
-    """The name of the model made from `source`; a folder that is registered already is taken as it is."""
+def rollback(
+    name: Name,
+    revision: Annotated[
+        int | None, typer.Option(min=1, help="Revision to go back to; the one before unless said.")
+    ] = None,
+    tenant: Tenant = None,
+    wait: WaitOrder = True,
+    timeout: Timeout = 30,
+    url: Url = None,
+    key: Key = None,
+    json: Json = False,
+) -> None:
+    """Give up the target revision, or give the requests back to an earlier revision."""
+    with connect(url, key) as gateway:
+        row = _ordered(gateway, name, tenant, "rollback", {"revision": revision})
+        print_deployment(_serving(gateway, row, wait, timeout), DEPLOYMENT, json)
+
+
+def _serving(gateway: GatewayClient, row: Row, wait: bool, timeout_s: float) -> Row:
+    """Return the deployment once its active revision serves."""
+    doing = f"giving the requests of {row['name']} to revision {text(at(row, 'status.active_revision'))}"
+    return until(SERVING, gateway, row, timeout_s, doing) if wait else row
+
+
+def registered(gateway: GatewayClient, source: str) -> str:
+    """Return the name of the model made from `source`; a registered folder is not registered again."""
     return text(fetch(gateway, name_of(source), source)["name"])
 
 
-def until(phases: tuple[str, ...], gateway: Gateway, row: Row, timeout_s: float, doing: str) -> Row:
-    """The deployment once it is in one of these. Raises CliError when it failed, or is not there in time."""
-    name, deadline_s = text(row["name"]), time.monotonic() + timeout_s
+def until(phases: tuple[str, ...], gateway: GatewayClient, row: Row, timeout_s: float, doing: str) -> Row:
+    """Return the deployment once its phase is one of `phases`.
+
+    Raises CliError if the deployment failed, or after `timeout_s`.
+    """
+    name, began_s = text(row["name"]), time.monotonic()
+    deadline_s, lacks_at_s = began_s + timeout_s, began_s + min(LACKS_S, timeout_s)
+    lacks = ""
     with expected(doing, _last_time_s(row)) as tell:
         while at(row, "status.phase") not in phases:
             phase = text(at(row, "status.phase"))
             if phase == "failed":
                 raise CliError(f"{name} failed: {failure(row)}")
+            if not lacks and time.monotonic() > lacks_at_s and (lacks := no_runtime(gateway)):
+                note(lacks)
             if time.monotonic() > deadline_s:
-                raise CliError(f"{name} is still {phase} after {timeout_s:g} s: see `staccato show {name}`", RETRYABLE)
+                why = f"{lacks}, or" if lacks else "see"
+                raise CliError(
+                    f"{name} is still {phase} after {timeout_s:g} s: {why} `staccato show {name}`", RETRYABLE
+                )
             tell(phase, at(row, "status.progress"))
             time.sleep(POLL_S)
             row = gateway.get(route("deployments", text(row["id"])))
     return row
 
 
+def no_runtime(gateway: GatewayClient) -> str:
+    """Return the remedy if no runtime is up; empty if a runtime is up, or if the gateway does not say."""
+    with contextlib.suppress(CliError):
+        if gateway.get("/readyz").get("runtimes") == 0:
+            return "no runtime is up: start one with `staccato runtime` or `staccato up --runtimes 1`"
+    return ""
+
+
 def _last_time_s(row: Row) -> float | None:
-    """How long its last way to the device took: the next one will, too."""
+    """Return how long the last way to the device took: the next load will take as long."""
     took_ms = at(row, "status.last_cold_start_ms")
     return took_ms / 1000 if isinstance(took_ms, int | float) else None
 
@@ -273,7 +321,7 @@ def failure(row: Row) -> str:
 
 
 def messages(row: Row, kind: str) -> list[str]:
-    """Of the conditions of this type."""
+    """Return the messages of conditions of type `kind`."""
     conditions = at(row, "status.conditions")
     found = conditions if isinstance(conditions, list) else []
     return [text(at(condition, "message")) for condition in found if at(condition, "type") == kind]
@@ -291,24 +339,25 @@ def _print_endpoint(url: str, row: Row) -> None:
   openai.OpenAI(base_url="{base}", api_key=KEY)""")
 
 
-def find(gateway: Gateway, name: str, tenant: str | None) -> Row:
-    """By name or id. Raises CliError."""
+def find(gateway: GatewayClient, name: str, tenant: str | None) -> Row:
+    """Return a deployment by name or id. Raises CliError."""
     return gateway.get(route("deployments", name), tenant=tenant)
 
 
 def list_deployments(tenant: Tenant = None, url: Url = None, key: Key = None, json: Json = False) -> None:
-    """List the deployments."""
+    """List the deployments: MODEL and REVISION serve the requests, TARGET is a newer revision on its way."""
     with connect(url, key) as gateway:
-        print_rows(gateway.every(route("deployments"), tenant=tenant), DEPLOYMENT, json)
+        found = gateway.every(route("deployments"), tenant=tenant)
+    print_rows(found if json else [with_target(row) for row in found], DEPLOYMENT, json)
 
 
 def show(name: Name, tenant: Tenant = None, url: Url = None, key: Key = None, json: Json = False) -> None:
-    """Show one deployment, or of a request (by its x-request-id) where its time went."""
+    """Show a deployment, or the parts of a request's time (by the x-request-id)."""
     with connect(url, key) as gateway:
         if _is_request(name):
             print_row(gateway.get(route("requests", name), tenant=tenant), REQUEST, json)
         else:
-            print_row(find(gateway, name, tenant), DETAILS, json)
+            print_deployment(find(gateway, name, tenant), DETAILS, json)
 
 
 def _is_request(name: str) -> bool:
@@ -328,10 +377,34 @@ def remove(name: Name, tenant: Tenant = None, url: Url = None, key: Key = None, 
         note(f"{row['name']} of {row['tenant']} is deleted")
 
 
-def sleep(name: Name, tenant: Tenant = None, url: Url = None, key: Key = None, json: Json = False) -> None:
-    """Give the device memory of a deployment back now; its next request wakes it."""
+def sleep(
+    name: Name,
+    tenant: Tenant = None,
+    wait: WaitOrder = True,
+    timeout: Timeout = 30,
+    url: Url = None,
+    key: Key = None,
+    json: Json = False,
+) -> None:
+    """Give the device memory of a deployment back now; the next request wakes the deployment."""
     with connect(url, key) as gateway:
-        _order(gateway, name, tenant, "sleep", json)
+        row = _ordered(gateway, name, tenant, "sleep")
+        if shared := messages(row, "EngineShared"):
+            note(f"{text(row['name'])} is ordered to sleep, but {shared[0]}")
+        elif wait:
+            row = _asleep(gateway, row, timeout)
+        print_deployment(row, DEPLOYMENT, json)
+
+
+def _asleep(gateway: GatewayClient, row: Row, timeout_s: float) -> Row:
+    """Return the deployment once its phase is asleep. Raises CliError if still awake after `timeout_s`."""
+    try:
+        return until(("asleep",), gateway, row, timeout_s, f"putting {row['name']} to sleep")
+    except CliError as error:
+        if error.exit_code != RETRYABLE:
+            raise
+        sentence = f"{error}; the order to sleep stands, and a request that came meanwhile keeps a deployment awake"
+        raise CliError(sentence, RETRYABLE) from error
 
 
 def wake(
@@ -348,20 +421,55 @@ def wake(
         answer = _ordered(gateway, name, tenant, "wake")
         if wait:
             answer = until(("awake",), gateway, answer, timeout, f"waking {name}")
-        print_row(answer, DEPLOYMENT, json)
+        print_deployment(answer, DEPLOYMENT, json)
 
 
-def _order(gateway: Gateway, name: str, tenant: str | None, order: str, json: bool, body: Row | None = None) -> None:
-    print_row(_ordered(gateway, name, tenant, order, body), DEPLOYMENT, json)
-
-
-def _ordered(gateway: Gateway, name: str, tenant: str | None, order: str, body: Row | None = None) -> Row:
+def _ordered(gateway: GatewayClient, name: str, tenant: str | None, order: str, body: Row | None = None) -> Row:
     row = find(gateway, name, tenant)
     return gateway.post(route("deployments", text(row["id"]), verb=f":{order}"), body)
 
 
+# ── a deployment as text ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def print_deployment(row: Row, columns: Mapping[str, str], json: bool) -> None:
+    """Print a deployment: the active revision, and apart from it the target revision."""
+    print_row(row if json else with_target(row), columns, json)
+
+
+def with_target(row: Row) -> Row:
+    """The deployment with two texts about the revision on its way: `coming` in short, `changes` with what differs."""
+    target = row.get("target")
+    if not isinstance(target, Mapping):
+        return row
+    coming = f"revision {target['revision']}"
+    if (weight := at(target, "canary.weight")) is not None:
+        coming = f"{coming}, {weight} %"
+    if target["model"] != row["model"]:
+        coming = f"{coming}, {target['model']}"
+    return {**row, "coming": coming, "changes": changes(row, target)}
+
+
+def changes(live: Row, target: Row) -> str:
+    """Return differences of a target's spec to the live spec: `model: faq → poet, slo.ttft_ms: 2000 → 1000`."""
+    old, new = _flat(live), _flat(target)
+    differing = [name for name in new if name in old and old[name] != new[name] and not name.startswith(NO_SPEC)]
+    return ", ".join(f"{name}: {text(old[name])} → {text(new[name])}" for name in differing) or "none"
+
+
+NO_SPEC = ("digest", "engine", "canary")  # fields of a target outside its spec
+
+
+def _flat(row: Row, prefix: str = "") -> dict[str, object]:
+    """`{"slo": {"ttft_ms": 1}}` as `{"slo.ttft_ms": 1}`."""
+    flat: dict[str, object] = {}
+    for name, value in row.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
 def processes(url: Url = None, key: Key = None, json: Json = False) -> None:
-    """Show who is on each device and whose turn it is."""
+    """Show the models on each device, and the model that has the turn."""
     with connect(url, key) as gateway:
         devices = gateway.rows(route("gpus"))
     if json:
@@ -371,7 +479,7 @@ def processes(url: Url = None, key: Key = None, json: Json = False) -> None:
 
 
 def on_device(device: Row) -> list[Row]:
-    """A row for each model; one for the device itself when there is none."""
+    """Return a row for each model; without models, a row for the device itself."""
     models = at(device, "models")
     if not isinstance(models, Mapping) or not models:
         return [{"device": device["id"]}]

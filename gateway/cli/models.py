@@ -1,4 +1,4 @@
-"""`staccato model …`: artefacts that deployments are made of."""
+"""`staccato model …`: artefacts for deployments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.cli.api import CONFLICT, CliError, Row
-from gateway.cli.options import Json, Key, Tenant, Url, connect, route
-from gateway.cli.output import note, print_json, print_row, print_rows, text
-from gateway.cli.progress import bytes_coming
+from gateway.cli.terminal.options import Json, Key, Tenant, Url, connect, route
+from gateway.cli.terminal.output import note, print_json, print_row, print_rows, text
+from gateway.cli.terminal.progress import bytes_coming
 
 if TYPE_CHECKING:
-    from gateway.cli.client import Gateway
+    from gateway.cli.terminal.client import GatewayClient
 
 model = typer.Typer(help="Models: what deployments serve.", no_args_is_help=True)
 
@@ -64,14 +64,14 @@ def import_model(
     key: Key = None,
     json: Json = False,
 ) -> None:
-    """Fetch a model from a hub or an object store. Said again, it goes on where it stopped."""
+    """Fetch a model from a hub or an object store. A repeated command goes on where the import stopped."""
     with connect(url, key) as gateway:
         print_row(fetch(gateway, name or name_of(source), source, digest, wait), MODEL, json)
 
 
 @model.command("cancel")
 def cancel(name: str, tenant: Tenant = None, url: Url = None, key: Key = None, json: Json = False) -> None:
-    """Stop the import of a model; what has come is kept for a week."""
+    """Stop the import of a model; the fetched bytes are kept for a week."""
     with connect(url, key) as gateway:
         path = route("models", _id(gateway, name, tenant), verb=":cancel")
         print_row(gateway.post(path), MODEL, json)
@@ -87,15 +87,20 @@ def retry(
         print_row(until_checked(gateway, row) if wait else row, MODEL, json)
 
 
-def _id(gateway: Gateway, name: str, tenant: str | None) -> str:
+def _id(gateway: GatewayClient, name: str, tenant: str | None) -> str:
     return text(gateway.get(route("models", name), tenant=tenant)["id"])
 
 
 @model.command("ls")
 def list_models(tenant: Tenant = None, url: Url = None, key: Key = None, json: Json = False) -> None:
-    """List the models that can be deployed."""
+    """List the models; a refused model can't be deployed, and REASON says why."""
     with connect(url, key) as gateway:
-        print_rows(gateway.every(route("models"), tenant=tenant), MODEL, json)
+        rows = gateway.every(route("models"), tenant=tenant)
+    print_rows(rows, MODEL, json)
+    refused = [text(row["name"]) for row in rows if row.get("state") == "refused"]
+    if refused and not json:
+        names = ", ".join(refused)
+        note(f"refused: {names}; add the model again once its files are repaired, or `staccato model rm` the name")
 
 
 @model.command("rm")
@@ -109,14 +114,14 @@ def remove(name: str, url: Url = None, key: Key = None, json: Json = False) -> N
         note(f"model {name} is removed; its files stay where they are")
 
 
-def register(gateway: Gateway, name: str, source: str, digest: str | None = None, wait: bool = True) -> Row:
-    """The model once it is ready. Raises CliError with the reason when it is refused."""
+def register(gateway: GatewayClient, name: str, source: str, digest: str | None = None, wait: bool = True) -> Row:
+    """Register a model and return it once it is ready. Raises CliError with the reason of a refusal."""
     row = gateway.post(route("models"), {"name": name, "source": absolute(source), "digest": digest})
     return until_checked(gateway, row) if wait else row
 
 
-def fetch(gateway: Gateway, name: str, source: str, digest: str | None = None, wait: bool = True) -> Row:
-    """As `register`; what was begun from the same source is gone on with. Raises CliError."""
+def fetch(gateway: GatewayClient, name: str, source: str, digest: str | None = None, wait: bool = True) -> Row:
+    """Register a model, or continue an import from an equal source. Raises CliError."""
     try:
         return register(gateway, name, source, digest, wait)
     except CliError as error:
@@ -134,8 +139,11 @@ def fetch(gateway: Gateway, name: str, source: str, digest: str | None = None, w
         return until_checked(gateway, row) if wait else row
 
 
-def until_checked(gateway: Gateway, row: Row) -> Row:
-    """However long it takes: the gateway gives up what does not come. Raises CliError with the reason."""
+def until_checked(gateway: GatewayClient, row: Row) -> Row:
+    """Wait until the import ends, without a deadline: the gateway gives up a stalled import.
+
+    Raises CliError with the reason if the model was refused or the import cancelled.
+    """
     name = row["name"]
     with bytes_coming(f"reading {name}") as tell:
         while row.get("state") == "importing":
@@ -155,10 +163,10 @@ def name_of(source: str) -> str:
 
 
 def is_source(model: str) -> bool:
-    """Whether `model` says where files are, rather than the name of a model."""
+    """Whether `model` names a place of files rather than a model."""
     return "://" in model or "/" in model or model.startswith((".", "~"))
 
 
 def absolute(source: str) -> str:
-    """The gateway stands elsewhere: a path of ours is given whole."""
+    """Return a source with an absolute path: the gateway's working directory differs from the user's."""
     return source if "://" in source else str(Path(source).expanduser().absolute())

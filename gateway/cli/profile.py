@@ -1,4 +1,4 @@
-"""`staccato profile`: measures what models cost on this machine, and shows it."""
+"""`staccato profile`: measures the costs of models on this host, and shows them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from gateway.cli.api import CliError, Row
-from gateway.cli.options import Json
-from gateway.cli.output import note, print_rows
-from runtime.costs import Fit, Law, ModelCosts, Profile, load_profile
+from gateway.cli.terminal.options import Json
+from gateway.cli.terminal.output import note, print_rows
+from runtime.core.ledgers.costs import Fit, Law, ModelCosts, Profile, load_profile
 
 MODELS = {
     "MODEL": "name",
@@ -35,7 +35,7 @@ def profile(
     out: Annotated[Path | None, typer.Option(help="Where to keep it, as a file of JSON.")] = None,
     models: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder of a model, or of several; give it again for more. [default: those of the demo]"),
+        typer.Option(help="Folder of a model, or of several; repeat for more folders. Default: those of the demo."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -62,8 +62,8 @@ def show(found: Profile) -> None:
 
 
 def _measure(out: Path, models: list[Path]) -> None:
-    """In a process of its own, which alone waits for vLLM; its lines go to the person at the terminal."""
-    from gateway.up import module_command
+    """Measure in a separate process: only that process waits for vLLM. Its lines go to the terminal."""
+    from gateway.ops.up import module_command
 
     command = [*module_command("runtime.profile"), "--out", str(out), *map(str, models)]
     last = ""

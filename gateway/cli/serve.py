@@ -1,4 +1,4 @@
-"""`staccato up`, the single roles, `doctor` and `version`: what does not ask a gateway."""
+"""`staccato up`, the single roles, `doctor` and `version`: commands that need no gateway."""
 
 from __future__ import annotations
 
@@ -10,24 +10,49 @@ from typing import Annotated
 import typer
 
 from gateway.cli.api import CliError
-from gateway.cli.options import Json
-from gateway.cli.output import note, print_json, print_rows
+from gateway.cli.terminal.options import Json
+from gateway.cli.terminal.output import note, print_json, print_rows
+
+
+def _default(setting: str, value: str) -> str:
+    """Return the end of an option's help: the value if neither the option nor the variable is given."""
+    return f"else STACCATO_{setting.upper()}. Default: {value}."  # rich takes square brackets for markup
 
 
 def up(
-    port: Annotated[int | None, typer.Option(help="[default: 8080]", show_default=False)] = None,
-    host: Annotated[str | None, typer.Option(help="[default: 127.0.0.1]", show_default=False)] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of everything kept. [default: .staccato]")] = None,
-    runtimes: Annotated[int | None, typer.Option(help="How many. [default: 1]", show_default=False)] = None,
-    prefill: Annotated[int | None, typer.Option(help="Of the runtimes, for prompts alone. [default: 0]")] = None,
-    device_memory: Annotated[str | None, typer.Option(help="Of each, without a GPU. [default: 512MiB]")] = None,
-    policy: Annotated[str | None, typer.Option(help="Whose turn it is. [default: slack]")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the processes write.")] = False,
+    port: Annotated[int | None, typer.Option(help=f"Port of the gateway, {_default('port', '8080')}")] = None,
+    host: Annotated[str | None, typer.Option(help=f"Address to listen on, {_default('host', '127.0.0.1')}")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help=f"Folder of all that is kept: database, keys, logs, models, {_default('data', '.staccato')}"),
+    ] = None,
+    runtimes: Annotated[
+        int | None, typer.Option(help=f"Number of runtimes; each has a device, {_default('runtimes', '1')}")
+    ] = None,
+    prefill: Annotated[
+        int | None,
+        typer.Option(help=f"Number of these runtimes that only compute prompts, {_default('prefill', '0')}"),
+    ] = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of each runtime's device for weights and KV cache, as 512MiB or 8GB, "
+            + _default("device_memory", "512MiB")
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(help=f"Rule that says which model has the device next, {_default('policy', 'slack')}"),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show what all processes write to their logs.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Run the whole platform on this machine until Ctrl-C."""
-    from gateway import up
     from gateway.config import load
+    from gateway.ops import up
+    from gateway.ops.variables import unknown
 
     settings = load(
         port=port,
@@ -39,12 +64,16 @@ def up(
         policy=policy,
     )
 
+    if found := unknown(os.environ):
+        note(f"warning: nothing reads {', '.join(found)}")
+
     def ready(message: str) -> None:
         if json:
             print_json({"ready": True, "url": settings.url, "data": str(settings.data)})
         else:
             typer.echo(message)
-            note(f"admin key in {settings.admin_key_file}, logs in {settings.data / 'logs'}; Ctrl-C stops")
+            key = "from STACCATO_ADMIN_KEY" if settings.admin_key else f"in {settings.admin_key_file}"
+            note(f"admin key {key}, logs in {settings.data / 'logs'}; Ctrl-C stops")
 
     try:
         code = up.run(settings, note, ready, verbose)
@@ -70,21 +99,32 @@ def scheduler() -> None:
 
 def ledger() -> None:
     """Run the ledger alone; settings from the environment."""
-    _become("store.ledger")
+    _become("store.db.ledger")
 
 
 def nats_users(
     folder: Annotated[Path, typer.Argument(help="Gets NAME.nk for each user, and users.conf for nats-server.")],
     runtime: Annotated[list[str] | None, typer.Option(help="STACCATO_RUNTIME_ID of one that there will be.")] = None,
+    host: Annotated[
+        list[str] | None, typer.Option(help="A name or address by which the NATS server is reached.")
+    ] = None,
 ) -> None:
-    """Make the users of a NATS of your own: each role's process gets its file as STACCATO_NATS_CREDENTIALS."""
-    from gateway import bus_users
-    from store import grants
+    """Make the users of a NATS of your own, and certificates for TLS of the server and between runtimes.
+
+    Each role's process gets its .nk file as STACCATO_NATS_CREDENTIALS and ca.crt as STACCATO_NATS_CA; each runtime its
+    .crt and .key, too."""
+    from gateway.ops import bus_users, certificates
+    from store.contract import grants
 
     users = [grants.GATEWAY, grants.SCHEDULER, grants.LEDGER, *map(grants.runtime, runtime or ["r1"])]
     block = bus_users.make(folder, users)
     (folder / "users.conf").write_text(block)
+    try:
+        made = certificates.make(folder, [grants.runtime(id).name for id in runtime or ["r1"]], host or [])
+    except ValueError as error:
+        raise CliError(str(error)) from error
     note(f"{len(users)} users in {folder}; include {folder / 'users.conf'} in the server's configuration")
+    note(f"certificates: {', '.join(made) or 'all there already'}; keep {folder / 'authority'} to yourself")
 
 
 def migrate(
@@ -94,19 +134,19 @@ def migrate(
 ) -> None:
     """Bring the database to the shape that this version needs; the version before may go on using it."""
     from gateway.config import load, redacted
-    from store import db
+    from store.db import database
 
     url = load().database_url
     try:
-        db.migrate(url, to)
-        reached = db.revision(url)
-    except db.DatabaseError as error:
+        database.migrate(url, to)
+        reached = database.revision(url)
+    except database.DatabaseError as error:
         raise CliError(str(error)) from error
     note(f"{redacted(url)} is at revision {reached}")
 
 
 def _become(module: str) -> None:
-    from gateway.up import module_command
+    from gateway.ops.up import module_command
 
     command = module_command(module)
     os.execv(command[0], command)
@@ -114,8 +154,8 @@ def _become(module: str) -> None:
 
 def doctor(json: Json = False) -> None:
     """Check what the platform stands on, and print every setting."""
-    from gateway import doctor
     from gateway.config import load, shown
+    from gateway.ops import doctor
 
     settings = load()
     findings = doctor.examine(settings)
@@ -142,9 +182,17 @@ def version(json: Json = False) -> None:
 
     found = version("staccato")
     if json:
-        from store import db, wire
+        from store.contract import wire
+        from store.db import database
 
         python = sys.version.split()[0]
-        print_json({"version": found, "wire": wire.VERSION, "database": db.head(), "python": python})
+        print_json({"version": found, "wire": wire.VERSION, "database": database.head(), "python": python})
     else:
         typer.echo(found)
+
+
+def print_version(wanted: bool) -> None:
+    """Callback of the option `--version`: prints the version and ends the command."""
+    if wanted:
+        version()
+        raise typer.Exit

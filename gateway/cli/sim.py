@@ -1,4 +1,4 @@
-"""`staccato sim` and `staccato plan`: the simulator, in this process's place. Arguments are its own to read."""
+"""`staccato sim` and `staccato plan`: replace this process by the simulator, which parses the arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def plan(context: typer.Context) -> None:
 
 
 def _become(command: str, arguments: list[str]) -> NoReturn:
-    from gateway.up import module_command
+    from gateway.ops.up import module_command
 
     line = [*module_command("runtime.sim"), command, *arguments]
     os.execv(line[0], line)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from gateway.cli.api import Row
-from gateway.cli.options import Json, Key, Url, connect, route
-from gateway.cli.output import note, print_json, print_row, print_rows
+from gateway.cli.api import USAGE, CliError, Row
+from gateway.cli.terminal.options import Json, Key, Url, connect, route
+from gateway.cli.terminal.output import note, print_json, print_row, print_rows
 
 tenant = typer.Typer(help="Tenants: who deploys, asks and pays.", no_args_is_help=True)
 key = typer.Typer(help="API keys of a tenant.", no_args_is_help=True)
@@ -20,8 +20,11 @@ KEY = {
     "NAME": "name",
     "PREFIX": "prefix",
     "SCOPES": "scopes",
+    "STATE": "state",
+    "CREATED": "created_at",
     "EXPIRES": "expires_at",
     "REVOKED": "revoked_at",
+    "LAST USED": "last_used_at",
 }
 
 LIMITS = {
@@ -57,7 +60,7 @@ def create_tenant(
     key: Key = None,
     json: Json = False,
 ) -> None:
-    """Create a tenant, with no other limits than those that are given."""
+    """Create a tenant with the given limits and no further limits."""
     counts = (requests_per_minute, tokens_per_minute, concurrent_streams, max_output_tokens, storage_bytes)
     limits = _limits(counts, monthly_budget)
     body: Row = {"name": name, "weight": weight, "limits": limits}
@@ -88,7 +91,7 @@ def set_tenant(
 
 
 def _limits(counts: tuple[str | None, ...], budget: str | None) -> dict[str, object]:
-    """Those that were given; `counts` in the order of COUNTS. Raises a usage error."""
+    """Return the given limits; `counts` in the order of COUNTS. Raises a usage error."""
     given: dict[str, object] = {
         name: _count(name, said) for name, said in zip(COUNTS, counts, strict=True) if said is not None
     }
@@ -115,6 +118,34 @@ def list_tenants(url: Url = None, key: Key = None, json: Json = False) -> None:
         print_rows(gateway.every(route("tenants")), TENANT, json)
 
 
+@tenant.command("rm")
+def remove_tenant(
+    name: TenantName,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+    url: Url = None,
+    key: Key = None,
+    json: Json = False,
+) -> None:
+    """Delete a tenant that has no deployments, and revoke all keys of the tenant; usage stays on the bill."""
+    with connect(url, key) as gateway:
+        row = gateway.get(route("tenants", name))
+        if not yes and not _confirmed(name):
+            raise CliError(f"tenant {name} is not deleted: answer y, or give --yes", USAGE)
+        gateway.delete(route("tenants", name))
+    if json:
+        print_json({"id": row["id"], "name": name})
+    else:
+        note(f"tenant {name} is deleted: within 5 seconds no gateway takes a key of the tenant")
+
+
+def _confirmed(name: str) -> bool:
+    """Ask the user on standard error; an end of the input means no."""
+    try:
+        return typer.confirm(f"Delete tenant {name} and revoke all keys of the tenant?", err=True)
+    except typer.Abort:
+        return False
+
+
 @key.command("create")
 def create_key(
     tenant: TenantName,
@@ -125,10 +156,10 @@ def create_key(
     key: Key = None,
     json: Json = False,
 ) -> None:
-    """Create a key and print it: it is shown this once."""
+    """Create a key and print the key; the key can't be shown again."""
     body: Row = {"name": name, "scopes": scope, "expires_at": expires}
     with connect(url, key) as gateway:
-        _print_secret(gateway.post(route("tenants", tenant, "keys"), body), json)
+        print_secret(gateway.post(route("tenants", tenant, "keys"), body), json)
 
 
 @key.command("ls")
@@ -140,9 +171,9 @@ def list_keys(tenant: TenantName, url: Url = None, key: Key = None, json: Json =
 
 @key.command("rotate")
 def rotate_key(tenant: TenantName, key_id: KeyId, url: Url = None, key: Key = None, json: Json = False) -> None:
-    """Print a successor of a key; the old one goes on for a while."""
+    """Print a successor of a key; the old key goes on for a while."""
     with connect(url, key) as gateway:
-        _print_secret(gateway.post(route("tenants", tenant, "keys", key_id, verb=":rotate")), json)
+        print_secret(gateway.post(route("tenants", tenant, "keys", key_id, verb=":rotate")), json)
 
 
 @key.command("revoke")
@@ -156,8 +187,8 @@ def revoke_key(tenant: TenantName, key_id: KeyId, url: Url = None, key: Key = No
         note(f"key {key_id} is revoked: within 5 seconds no gateway takes it")
 
 
-def _print_secret(answer: Row, json: bool) -> None:
-    """Only the key goes to standard output, so that `KEY=$(staccato key create …)` works."""
+def print_secret(answer: Row, json: bool) -> None:
+    """Print a new key: only the key goes to standard output, so that `KEY=$(staccato key create …)` works."""
     if json:
         print_json(answer)
         return

@@ -1,4 +1,4 @@
-"""`staccato top`: who holds each GPU and how the deployments are, once a second, until q or Ctrl-C."""
+"""`staccato top`: holders of the GPUs and states of the deployments, once a second, until q or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.cli.api import RETRYABLE, CliError, Row
-from gateway.cli.options import Json, Key, Tenant, Url, connect, route
-from gateway.cli.output import at, print_json, print_rows, table_of
+from gateway.cli.terminal.options import Json, Key, Tenant, Url, connect, route
+from gateway.cli.terminal.output import at, print_json, print_rows, table_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from gateway.cli.client import Gateway
+    from gateway.cli.terminal.client import GatewayClient
 
-PERIOD_S = 1.0  # leases come as often
-LEAVE, ESCAPE = b"qQ\x04", b"\x1b"  # with more behind it an escape is another key
+PERIOD_S = 1.0  # period of the runtimes' leases
+LEAVE, ESCAPE = b"qQ\x04", b"\x1b"  # an escape followed by more bytes is another key
 
 GPU = {
     "GPU": "gpu",
@@ -50,7 +50,7 @@ DEPLOYMENT = {
 
 @dataclass(frozen=True)
 class Sample:
-    """What the gateway said at `at_s`. `gpus` is None for a key that may not see them: they are the operator's."""
+    """Answers of the gateway at `at_s`. `gpus` is None if the key may not see GPUs, which belong to the operator."""
 
     at_s: float
     gpus: list[Row] | None
@@ -59,7 +59,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class View:
-    """What is shown of it: a row for each GPU, and one for each deployment, the busiest first."""
+    """Tables to show: a row for each GPU and a row for each deployment, the busiest deployment first."""
 
     gpus: list[Row] | None
     deployments: list[Row]
@@ -87,7 +87,7 @@ def top(
 # ── what is shown ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sample(gateway: Gateway, tenant: str | None) -> Sample:
+def sample(gateway: GatewayClient, tenant: str | None) -> Sample:
     try:
         gpus: list[Row] | None = gateway.rows(route("gpus")) if tenant is None else None
     except CliError as error:
@@ -98,7 +98,7 @@ def sample(gateway: Gateway, tenant: str | None) -> Sample:
 
 
 def view(before: Sample | None, now: Sample) -> View:
-    """Speeds are those since `before`."""
+    """Return the tables; speeds are averages since `before`."""
     counted = {_id(gpu): gpu for gpu in (before.gpus if before else None) or ()}
     passed_s = now.at_s - before.at_s if before else 0.0
     gpus = None if now.gpus is None else [_gpu(gpu, counted.get(_id(gpu)), passed_s) for gpu in now.gpus]
@@ -124,7 +124,7 @@ def _gpu(gpu: Row, before: Row | None, passed_s: float) -> Row:
 
 
 def _deployment(row: Row, work: Mapping[str, dict[str, float | None]], known: bool) -> Row:
-    """`known`: what is not in `work` has none."""
+    """Return a deployment's row. With `known`, a deployment missing in `work` has no work, else unknown work."""
     mine = work.get(
         f"{row['tenant']}/{row['name']}", {"running": 0, "waiting": 0, "tokens_per_s": 0.0} if known else {}
     )
@@ -139,7 +139,7 @@ def _deployment(row: Row, work: Mapping[str, dict[str, float | None]], known: bo
 
 
 def _work(gpus: Sequence[Row], before: Mapping[str, Row], passed_s: float) -> dict[str, dict[str, float | None]]:
-    """Deployment → what its model has to do on all GPUs. Deployments that share a model each show all of it."""
+    """Return deployment → work of its model on all GPUs. Deployments that share a model each show the whole work."""
     found: dict[str, dict[str, float | None]] = {}
     for gpu in gpus:
         counted = _models(before.get(_id(gpu), {}))
@@ -158,7 +158,7 @@ def _work(gpus: Sequence[Row], before: Mapping[str, Row], passed_s: float) -> di
 
 
 def _speed(now: float, before: float | None, passed_s: float) -> float | None:
-    """A second; None is not known. A process that began anew counts from 0 again."""
+    """Return the speed a second, or None if unknown. A restarted process counts from 0 again."""
     return None if before is None or passed_s <= 0 else round(max(now - before, 0.0) / passed_s, 1)
 
 
@@ -182,7 +182,7 @@ def _tokens(gpu: Row) -> float:
 
 
 def _share(part: object, whole: float = 1.0) -> float | None:
-    """Rounded down: 1 is all."""
+    """Return a share rounded down to thousandths, so that 1 means all."""
     return int(1000 * part / whole) / 1000 if isinstance(part, int | float) and whole else None
 
 
@@ -207,8 +207,8 @@ def _print(shown: View, json: bool) -> None:
     print_rows(shown.deployments, DEPLOYMENT, False)
 
 
-def _print_on(gateway: Gateway, tenant: str | None, json: bool) -> None:
-    """For a pipe: a look a second, each as plain text or as a line of JSON."""
+def _print_on(gateway: GatewayClient, tenant: str | None, json: bool) -> None:
+    """Print a view each second for a pipe, as plain text or as a line of JSON."""
     before = sample(gateway, tenant)
     while True:
         time.sleep(PERIOD_S)
@@ -223,8 +223,8 @@ def _print_on(gateway: Gateway, tenant: str | None, json: bool) -> None:
         before = now
 
 
-def _live(gateway: Gateway, tenant: str | None) -> None:
-    """On a screen of its own, that goes when it ends. A gateway that is away is waited for."""
+def _live(gateway: GatewayClient, tenant: str | None) -> None:
+    """Show views on an alternate screen until the user leaves. If the gateway is away, wait for it."""
     from rich.console import Console
     from rich.live import Live
 
@@ -264,7 +264,7 @@ def _trouble(sentence: str) -> RenderableType:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[None]:
-    """Keys come one at a time and are not shown, until the end of the block. Ctrl-C stays a signal."""
+    """Read keys singly and without echo until the end of the block. Ctrl-C stays a signal."""
     import termios
     import tty
 
@@ -278,7 +278,7 @@ def _keys() -> Iterator[None]:
 
 
 def _left(until_s: float) -> bool:
-    """Whether somebody wants to leave, by then."""
+    """Whether the user asked to leave before `until_s`."""
     while (rest_s := until_s - time.monotonic()) > 0:
         if select.select([sys.stdin], [], [], rest_s)[0]:
             typed = os.read(sys.stdin.fileno(), 64)

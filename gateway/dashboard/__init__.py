@@ -1,8 +1,8 @@
-"""The dashboard: files for a browser, which asks the control plane with the key that is typed in.
+"""The dashboard: files for a browser. The browser asks the control plane with the key typed by the user.
 
-Without a build: native modules, and uPlot as its authors publish it (`vendor/`, MIT). Files are read once, and only
-they are served: a path is looked up, never opened. There are no cookies, so nothing can be asked on behalf of who is
-signed in.
+The dashboard has no build step: native modules, and uPlot as published by its authors (`vendor/`, MIT). Files are read
+once, and no other file is served: a path is looked up, never opened. There are no cookies, so no other site can send
+requests on behalf of a signed-in user.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ HEADERS = {
 
 
 @dataclass(frozen=True)
-class File:
+class StaticFile:
     body: bytes
     type: str
     etag: str
 
 
-def files() -> dict[str, File]:
-    """By path below PATH; the page itself is at the empty one."""
+def files() -> dict[str, StaticFile]:
+    """Read the files, by path below PATH; the page itself has the empty path."""
     folder = Path(__file__).parent
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -61,12 +61,12 @@ def files() -> dict[str, File]:
             body = path.read_bytes()
             name = path.relative_to(folder).as_posix()
             etag = f'"{hashlib.sha256(body).hexdigest()[:20]}"'
-            found["" if name == "index.html" else name] = File(body, TYPES[path.suffix], etag)
+            found["" if name == "index.html" else name] = StaticFile(body, TYPES[path.suffix], etag)
     return found
 
 
 def routes() -> list[Route]:
-    """No key is needed: there is nothing in these files that the sources have not."""
+    """Return the routes of the files. The files need no key, since the sources are public."""
     known = files()
 
     async def serve(request: Request) -> Response:

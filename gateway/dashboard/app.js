@@ -116,8 +116,10 @@ function show(links, root, said) {
   const [wanted] = location.hash.slice(1).split("?");
   const name = allowed.includes(wanted) ? wanted : allowed[0];
   for (const link of links) {
-    if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
+    if (link.hash === `#${name}`) {
+      link.setAttribute("aria-current", "page");
+      link.scrollIntoView({ block: "nearest", inline: "nearest" }); // on a phone the row of pages scrolls
+    } else link.removeAttribute("aria-current");
   }
   document.title = `${PAGES[name].title} · Staccato`;
   root.replaceChildren();

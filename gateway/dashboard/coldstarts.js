@@ -1,4 +1,5 @@
-// How models came to the device: for each way its stages, and for each model how long they take.
+// How models came to the device: for each way its stages, and for each model how long they take. Ways are named by
+// the deployments of that time.
 
 import { all } from "./api.js";
 import { colorOf } from "./draw.js";
@@ -46,13 +47,12 @@ export function show(root, context) {
       const to = Date.now() * 1000;
       const ids = await gpuIds(signal);
       const answers = await Promise.all(ids.map((id) => timelineOf(id, to - HOURS * 3600e6, to, signal)));
-      const names = Object.assign({}, ...answers.map((answer) => answer.models));
       const made = answers.flatMap((answer, index) => grouped(answer.stages, ids[index]));
       made.sort((a, b) => b.at - a.at);
       const begins = (way) => way.stages[0].name === "build";
-      draw(built, made.filter(begins).slice(0, WAYS_MOST), names);
-      draw(fetched, made.filter((way) => !begins(way)).slice(0, WAYS_MOST), names);
-      stages.update(totals(answers, names), (row) => row.key);
+      draw(built, made.filter(begins).slice(0, WAYS_MOST));
+      draw(fetched, made.filter((way) => !begins(way)).slice(0, WAYS_MOST));
+      stages.update(totals(answers), (row) => row.key);
     },
     say,
   );
@@ -79,7 +79,7 @@ function grouped(stages, gpu) {
 
 const end = (way) => Math.max(...way.stages.map((stage) => stage.at_us + stage.us));
 
-function draw(list, ways, names) {
+function draw(list, ways) {
   const longest = Math.max(1, ...ways.map((way) => end(way) - way.at));
   const key = ways.map((way) => `${way.gpu}${way.at}${way.stages.length}`).join();
   if (list.dataset.key === key) return;
@@ -97,7 +97,7 @@ function draw(list, ways, names) {
         "li",
         {},
         h("span", { class: "when" }, clock(way.at, true)),
-        h("span", { class: "what" }, `${nameOf(names[way.model], way.model)} on ${way.gpu}`),
+        h("span", { class: "what" }, `${loadedFor(way.stages[0])} on ${way.gpu}`),
         h("span", { class: "waterfall", role: "img", ariaLabel: said }, ...bars),
         h("span", { class: "number" }, duration((end(way) - way.at) / 1000)),
       );
@@ -105,11 +105,15 @@ function draw(list, ways, names) {
   );
 }
 
-function totals(answers, names) {
+/** Whom the model was brought in for then: later the same engine may serve another deployment. */
+const loadedFor = (stage) => nameOf(stage.deployments, stage.model);
+
+function totals(answers) {
   const rows = new Map();
   for (const stage of answers.flatMap((answer) => answer.stages)) {
-    const key = `${stage.model} ${stage.name}`;
-    if (!rows.has(key)) rows.set(key, { key, model: stage.model, name: nameOf(names[stage.model], stage.model), stage: stage.name, times: [] });
+    const name = loadedFor(stage);
+    const key = `${stage.model} ${name} ${stage.name}`;
+    if (!rows.has(key)) rows.set(key, { key, model: stage.model, name, stage: stage.name, times: [] });
     rows.get(key).times.push(stage.us);
   }
   const sorted = [...rows.values()].sort((a, b) => (a.name + a.stage < b.name + b.stage ? -1 : 1));

@@ -7,7 +7,7 @@ import { bytes, duration } from "./format.js";
 export const title = "Deployments";
 export const admin = false;
 
-const SHOWN = ["model", "digest", "dtype", "max_model_len", "slo", "priority", "scaling", "canary", "created_at"];
+const SPEC = ["model", "digest", "dtype", "max_model_len", "slo", "priority", "scaling", "tool_parser", "reasoning_parser"];
 
 export function show(root, { who, signal, say }) {
   let found = [];
@@ -19,9 +19,10 @@ export function show(root, { who, signal, say }) {
     [
       { title: "Name", key: (one) => one.name, cell: (one) => h("button", { class: "link", onclick: () => choose(one.id) }, one.name) },
       ...(who.admin ? [{ title: "Tenant", cell: (one) => one.tenant }] : []),
+      { title: "Model", cell: (one) => one.model },
       { title: "Phase", key: (one) => one.status.phase, cell: (one) => pill(one.status.phase, one.status.progress) },
       { title: "Where", cell: (one) => one.status.residency },
-      { title: "Revision", number: true, cell: (one) => revisions(one.status) },
+      { title: "Revision", number: true, cell: revisions },
       { title: "Last cold start", number: true, cell: (one) => (one.status.last_cold_start_ms ? duration(one.status.last_cold_start_ms) : "–") },
       { title: "Notes", cell: (one) => one.status.conditions.map((condition) => condition.type).join(", ") },
       { title: "Do", key: (one) => `${one.id} ${able(one).join()}`, cell: (one) => h("span", { class: "actions" }, ...able(one).map((act) => button(one, act))) },
@@ -36,11 +37,12 @@ export function show(root, { who, signal, say }) {
   }
 
   async function order(element, one, act) {
-    if (act === "rollback" && !confirm(`Give the traffic of ${one.name} back to its revision before ${one.status.active_revision}?`)) return;
+    if (act === "rollback" && !confirm(rollbackOf(one))) return;
     element.disabled = true;
     try {
-      await post(`/deployments/${one.id}:${act}`);
+      const answer = await post(`/deployments/${one.id}:${act}`);
       await look();
+      for (const { message } of answer.status.conditions.filter(({ type }) => type === "EngineShared")) say(`${one.name}: ${message}`);
     } catch (error) {
       say(`${one.name}: ${error.message}`);
     }
@@ -77,30 +79,53 @@ export function show(root, { who, signal, say }) {
 
 const LABELS = { sleep: "Sleep", wake: "Wake", rollback: "Roll back", promote: "Promote" };
 
-/** What makes sense now; the gateway has the last word. */
-function able(one) {
-  const { phase, desired_state: desired, active_revision: active, target_revision: target } = one.status;
+/** What makes sense now; the gateway has the last word. The phase alone counts: a request wakes what was ordered to sleep. */
+function able({ status, target }) {
   return [
-    ...(phase === "asleep" || phase === "failed" || desired === "asleep" ? ["wake"] : ["sleep"]),
-    ...(target !== null && one.canary ? ["promote"] : []),
-    ...(active > 1 ? ["rollback"] : []),
+    ...(status.phase === "asleep" || status.phase === "failed" ? ["wake"] : ["sleep"]),
+    ...(target?.canary ? ["promote"] : []),
+    ...(target || status.active_revision > 1 ? ["rollback"] : []),
   ];
 }
 
-const revisions = ({ active_revision: active, target_revision: target }) => (target === null ? active : `${active} → ${target}`);
+/** What a roll-back does, as a question: a target is given up, and only without one the active revision changes. */
+const rollbackOf = ({ name, status, target }) =>
+  target
+    ? `Give up revision ${target.revision} of ${name}? Revision ${status.active_revision} keeps all requests.`
+    : `Give the requests of ${name} back to the revision before ${status.active_revision}?`;
+
+function revisions({ status, target }) {
+  if (!target) return status.active_revision;
+  return `${status.active_revision} → ${target.revision}${target.canary ? ` (${target.canary.weight} %)` : ""}`;
+}
 
 const pill = (phase, progress) => h("span", { class: `pill ${phase}` }, progress ? `${phase}, ${read(progress)}` : phase);
 
 const read = (progress) => `${bytes(progress.done_bytes)} of ${bytes(progress.total_bytes)}`;
 
 function described(one) {
-  const facts = SHOWN.filter((name) => one[name] !== undefined && one[name] !== null).flatMap((name) => [
-    h("dt", {}, name),
-    h("dd", {}, typeof one[name] === "object" ? JSON.stringify(one[name]) : String(one[name])),
-  ]);
+  const { target } = one;
   const conditions = one.status.conditions.map((condition) =>
     h("li", {}, `Revision ${condition.revision}${condition.runtime ? ` on ${condition.runtime}` : ""}: ${condition.message}`),
   );
-  const events = h("a", { href: `#events?${one.id}` }, "What was done to it");
-  return [h("h2", {}, `${one.tenant}/${one.name}`), h("ul", { class: "alerts" }, ...conditions), h("dl", {}, ...facts), events];
+  const events = h("p", {}, h("a", { href: `#events?${one.id}` }, "What was done to it"));
+  const facts = { ...pick(one, SPEC), last_order: one.status.desired_state, created_at: one.created_at };
+  const parts = [h("h2", {}, `${one.tenant}/${one.name}, revision ${one.status.active_revision}`), h("ul", { class: "alerts" }, ...conditions), list(facts)];
+  if (target) {
+    const share = target.canary ? `, the canary: ${target.canary.weight} % of the requests` : ", takes over once a runtime has loaded it";
+    const differing = SPEC.filter((name) => JSON.stringify(target[name]) !== JSON.stringify(one[name]));
+    parts.push(h("h2", {}, `Revision ${target.revision}${share}`), list(pick(target, differing)));
+  }
+  return [...parts, events];
 }
+
+const pick = (row, names) => Object.fromEntries(names.map((name) => [name, row[name]]));
+
+const list = (facts) =>
+  h(
+    "dl",
+    {},
+    ...Object.entries(facts)
+      .filter(([, value]) => value !== undefined && value !== null)
+      .flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, typeof value === "object" ? JSON.stringify(value) : String(value))]),
+  );

@@ -1,5 +1,7 @@
 // Canvas, colours and charts. Colours come from the stylesheet's variables, a model's hue from the order in which it came.
 
+import { clock, dayOf } from "./format.js";
+
 const hues = new Map();
 
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
@@ -66,18 +68,25 @@ export function hatch(context, x, y, width, height, color) {
   context.restore();
 }
 
-/** A chart over time. `series`: { label, color }; `update([xs, ...ys])`. */
-export function chart(box, series, { height = 160, bars = false, value = String } = {}) {
-  const axis = { stroke: variable("--quiet"), grid: { stroke: variable("--line"), width: 1 }, ticks: { show: false } };
+const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600].concat([1, 2, 5, 7, 14].map((days) => days * 86_400)); // s
+const WHOLE = Array.from({ length: 36 }, (_, place) => [1, 2, 5][place % 3] * 10 ** Math.floor(place / 3));
+const LEAST = 10; // a chart of zeros goes up to here
+
+/** A chart over time in whole numbers. `series`: { label, color }; `update([xs, ...ys])` with xs in UNIX seconds.
+
+With `bars` each x is a day, UTC; else the last `windowS` seconds are shown. */
+export function chart(box, series, { height = 160, bars = false, windowS = 180, value = String } = {}) {
+  const axis = { stroke: variable("--quiet"), grid: { stroke: variable("--line"), width: 1 }, ticks: { show: false }, font: `11px ${variable("--font")}` };
+  const range = bars ? (_, first, last) => [first - 43_200, last + 43_200] : (_, first, last) => [last - windowS, last];
   const options = {
     width: box.clientWidth,
     height,
     cursor: { y: false, points: { size: 6 } },
     legend: { show: false },
-    scales: { x: bars ? { range: (_, first, last) => [first - 43_200, last + 43_200] } : {}, y: { range: (_, low, high) => [0, Math.max(high, 1e-9) * 1.1] } },
+    scales: { x: { time: false, range }, y: { range: (_, low, high) => [0, Math.max(high, LEAST) * 1.1] } },
     axes: [
-      { ...axis, font: `11px ${variable("--font")}` },
-      { ...axis, font: `11px ${variable("--font")}`, size: 64, values: (_, ticks) => ticks.map(value) },
+      { ...axis, incrs: STEPS, space: 72, values: (_, ticks) => ticks.map((at) => (bars ? dayOf(at * 1e6) : clock(at * 1e6))) },
+      { ...axis, incrs: WHOLE, space: 26, size: 64, values: (_, ticks) => ticks.map(value) },
     ],
     series: [
       {},
@@ -94,6 +103,7 @@ export function chart(box, series, { height = 160, bars = false, value = String 
   const plot = new uPlot(options, [[], ...series.map(() => [])], box);
   const sized = new ResizeObserver(() => plot.setSize({ width: box.clientWidth, height }));
   sized.observe(box);
+  box.plot = plot; // for whoever looks at the page from outside: a canvas shows no text
   return {
     update: (data) => plot.setData(data),
     close: () => (sized.disconnect(), plot.destroy()),

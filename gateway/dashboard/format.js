@@ -34,6 +34,12 @@ export const clock = (us, withDay = false) =>
     second: "2-digit",
   });
 
+/** The day in UTC, as 24 Nov. */
+export const dayOf = (us) => new Date(us / 1000).toLocaleDateString(LOCALE, { day: "2-digit", month: "short", timeZone: "UTC" });
+
+/** 1 GPU, 2 GPUs. */
+export const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
+
 // Money comes as decimal strings, and is added up as integers: no binary fraction comes near it.
 
 const PLACES = 24;

@@ -1,14 +1,16 @@
 // Per GPU: who holds it, whose pages are there, what waits, how fast tokens come.
 
+import { key } from "./api.js";
 import { chart, colorOf, prepare, variable } from "./draw.js";
 import { dot, every, h, head, setText, Table } from "./dom.js";
-import { bytes, count } from "./format.js";
+import { bytes, count, plural } from "./format.js";
 import { gpus, nameOf } from "./fleet.js";
 
 export const title = "Now";
 export const admin = true;
 
-const POINTS = 90; // three minutes
+const WINDOW_S = 180; // of the chart
+const GAP_S = 10; // seconds without a look
 const BUSY_MOST = 4;
 
 export function show(root, { signal, say }) {
@@ -42,7 +44,7 @@ export function show(root, { signal, say }) {
       }
       const models = new Set(found.flatMap((gpu) => Object.keys(gpu.models)));
       const speed = [...rates.values()].reduce((sum, rate) => sum + (rate ?? 0), 0);
-      setText(totals, `${found.length} GPUs · ${models.size} models · ${count(speed)} tokens/s`);
+      setText(totals, `${plural(found.length, "GPU")} · ${plural(models.size, "model")} · ${count(speed)} tokens/s`);
       warn(alerts, found);
     },
     say,
@@ -134,43 +136,54 @@ class Card {
   }
 }
 
+/** What was seen with one key; kept while other pages are shown, forgotten with the tab. */
+let seen = null;
+
+function remembered() {
+  if (seen?.key !== key.get()) seen = { key: key.get(), last: new Map(), times: [], lines: new Map() };
+  return seen;
+}
+
 /** Tokens per second of each GPU, from the counters of its models, for the last three minutes. */
 class Speeds {
   constructor(box) {
     this.box = box;
-    this.last = new Map();
-    this.times = [];
-    this.lines = new Map();
+    Object.assign(this, remembered()); // the same maps and arrays, which grow
+    if (this.lines.size) this.draw();
   }
 
   add(found) {
-    const at = performance.now() / 1000;
+    const at = Date.now() / 1000;
     const rates = new Map();
     for (const gpu of found) {
       const tokens = Object.values(gpu.models).reduce((sum, model) => sum + model.tokens, 0);
       const before = this.last.get(gpu.id);
-      if (before) rates.set(gpu.id, Math.max(0, tokens - before.tokens) / (at - before.at));
+      if (before && at > before.at) rates.set(gpu.id, Math.max(0, tokens - before.tokens) / (at - before.at));
       this.last.set(gpu.id, { tokens, at });
     }
-    if (rates.size) this.draw(rates);
+    if (!rates.size) return rates;
+    if (at - this.times.at(-1) > GAP_S) this.point(at - GAP_S, new Map()); // nobody looked: the line has a gap
+    this.point(at, rates);
+    this.draw();
     return rates;
   }
 
-  draw(rates) {
-    const ids = [...rates.keys()].sort();
-    if (!this.plot || ids.join() !== this.ids) {
+  point(at, rates) {
+    for (const id of rates.keys()) if (!this.lines.has(id)) this.lines.set(id, Array(this.times.length).fill(null));
+    this.times.push(at);
+    for (const [id, line] of this.lines) line.push(rates.get(id) ?? null);
+    while (this.times[0] < at - WINDOW_S) {
+      this.times.shift();
+      for (const line of this.lines.values()) line.shift();
+    }
+  }
+
+  draw() {
+    const ids = [...this.lines.keys()].sort();
+    if (ids.join() !== this.ids) {
       this.plot?.close();
       this.ids = ids.join();
-      this.plot = chart(this.box, ids.map((id) => ({ label: id, color: colorOf(`gpu ${id}`) })));
-    }
-    this.times.push(Date.now() / 1000);
-    for (const id of ids) {
-      if (!this.lines.has(id)) this.lines.set(id, Array(this.times.length - 1).fill(null));
-      this.lines.get(id).push(rates.get(id));
-    }
-    if (this.times.length > POINTS) {
-      this.times.shift();
-      for (const id of ids) this.lines.get(id).shift();
+      this.plot = chart(this.box, ids.map((id) => ({ label: id, color: colorOf(`gpu ${id}`) })), { windowS: WINDOW_S, value: count });
     }
     this.plot.update([this.times, ...ids.map((id) => this.lines.get(id))]);
   }

@@ -106,7 +106,7 @@ class Grid {
     if (!run) return;
     const owner = run.model ? ` of ${nameOf(this.answer.models[run.model], run.model)}` : "";
     this.tip.replaceChildren(h("strong", {}, `page ${page}`), h("span", {}, `${SAID[run.content]}${owner}`));
-    this.tip.style.left = `${x + 12}px`;
+    this.tip.style.left = `${Math.max(0, Math.min(x + 12, this.canvas.clientWidth - 200))}px`;
     this.tip.style.top = `${y + 12}px`;
   }
 }

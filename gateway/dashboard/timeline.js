@@ -66,6 +66,7 @@ class View {
     this.to_us = toUs !== null && toUs >= Date.now() * 1000 ? null : toUs;
     this.last = new Map();
     this.cursor = null;
+    this.tip.hidden = true; // the box under the tip has moved
     this.due = 0;
     this.tick().catch((error) => this.signal.aborted || this.say(error.message));
   }
@@ -175,7 +176,8 @@ class View {
 
   axis(context, height) {
     const steps = [0.001, 0.01, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1800, 3600, 10_800, 21_600];
-    const step = (steps.find((s) => (s * S) / (this.range.to - this.range.from) > 0.09) ?? 43_200) * S;
+    const apart = Math.max(0.09, 64 / (this.width - LEFT)); // share of the axis between two labels, at least
+    const step = (steps.find((s) => (s * S) / (this.range.to - this.range.from) > apart) ?? 43_200) * S;
     context.textBaseline = "alphabetic";
     for (let at = Math.ceil(this.range.from / step) * step; at < this.range.to; at += step) {
       const x = Math.round(this.x(at)) + 0.5;
@@ -275,7 +277,7 @@ class View {
     const lines = why(one, box);
     this.tip.replaceChildren(h("strong", {}, lines[0]), ...lines.slice(1).map((line) => h("span", {}, line)));
     this.tip.hidden = false;
-    this.tip.style.left = `${Math.min(x + 8, this.width - 300)}px`;
+    this.tip.style.left = `${Math.max(0, Math.min(x + 8, this.width - 300))}px`;
     this.tip.style.top = `${y + 6}px`;
   }
 }

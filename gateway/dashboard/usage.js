@@ -1,15 +1,15 @@
-// Usage and cost of a month. Amounts are added up exactly, and compared with the bill's export.
+// Usage and cost of a month, corrections included. Amounts are added up exactly, and compared with the bill's export.
 
-import { ask, get } from "./api.js";
+import { all, ask, get } from "./api.js";
+import { compared, costOf } from "./bill.js";
 import { chart, variable } from "./draw.js";
 import { choice, every, h, head, setText, Table } from "./dom.js";
-import { count, duration, exact, money } from "./format.js";
+import { clock, count, duration, exact, money } from "./format.js";
 
 export const title = "Usage and cost";
 export const admin = false;
 
 const FORMATS = ["csv", "jsonl", "parquet", "focus"];
-const NANO = exact("0.000000001"); // a row of the usage is rounded to 12 places, a line of the bill is not
 const COLUMNS = [
   ["Requests", (row) => count(row.requests)],
   ["Prompt", (row) => count(row.prompt_tokens)],
@@ -32,10 +32,17 @@ export function show(root, { who, signal, say }) {
   grouping.select.value = by;
   const figures = h("dl", { class: "figures" });
   const verdict = h("p", { class: "quiet small", id: "verdict", role: "status" });
-  const compare = h("button", { onclick: () => compared().catch((error) => say(error.message)) }, "Compare with the export");
+  const compare = h("button", { onclick: () => compareWithExport().catch((error) => say(error.message)) }, "Compare with the export");
   const exports = FORMATS.map((format) => h("button", { onclick: () => save(month, format).catch((error) => say(error.message)) }, format));
   const box = h("div", { class: "chart" });
   const holder = h("div");
+  const corrections = new Table("Corrections", [
+    { title: "When", cell: (row) => clock(Date.parse(row.created_at) * 1000, true) },
+    { title: "Bill corrected", cell: (row) => row.corrects },
+    { title: "Reason", cell: (row) => row.reason },
+    { title: "Amount", number: true, cell: (row) => `${row.amount} ${row.currency}` },
+  ]);
+  const corrected = h("section", { hidden: true }, h("h2", {}, "Corrections on this bill"), corrections.element);
   root.append(
     head("Usage and cost", months, grouping),
     figures,
@@ -44,6 +51,7 @@ export function show(root, { who, signal, say }) {
     h("h2", {}, "Output tokens by day"),
     box,
     holder,
+    corrected,
   );
   const plot = chart(box, [{ label: "Output tokens", color: variable("--accent") }], { bars: true, value: count });
   signal.addEventListener("abort", () => plot.close());
@@ -53,7 +61,11 @@ export function show(root, { who, signal, say }) {
     const range = `from=${month}-01&to=${next(month)}-01`;
     const asked = `${month} ${by}`;
     const group = by === "tenant" || !who.admin ? by : `tenant,${by}`;
-    const [rows, days] = await Promise.all([get(`/usage?${range}&group_by=${group}`, signal), get(`/usage?${range}&group_by=day`, signal)]);
+    const [rows, days, made] = await Promise.all([
+      get(`/usage?${range}&group_by=${group}`, signal),
+      get(`/usage?${range}&group_by=day`, signal),
+      correctionsOf(month),
+    ]);
     if (asked !== `${month} ${by}`) return;
     if (table?.by !== by) {
       const names = group.split(",");
@@ -64,49 +76,52 @@ export function show(root, { who, signal, say }) {
       holder.replaceChildren(table.element);
     }
     table.update(rows.data, table.keyOf);
-    const sums = totals(rows.data);
-    const all = (name) => rows.data.reduce((sum, row) => sum + row[name], 0);
+    const cost = costOf(rows.data, made);
+    const sum = (name) => rows.data.reduce((sum, row) => sum + row[name], 0);
     const said = [
-      ["Requests", count(all("requests"))],
-      ["Prompt tokens", count(all("prompt_tokens"))],
-      ["Output tokens", count(all("output_tokens"))],
-      ["GPU time", duration(all("gpu_ms"))],
-      ...[...sums].map(([currency, amount]) => [`Cost, ${currency}`, money(amount)]),
+      ["Requests", count(sum("requests"))],
+      ["Prompt tokens", count(sum("prompt_tokens"))],
+      ["Output tokens", count(sum("output_tokens"))],
+      ["GPU time", duration(sum("gpu_ms"))],
+      ...cost.currencies.flatMap((currency) => figuresOf(cost, currency)),
     ];
     const key = said.flat().join();
     if (figures.dataset.key !== key) {
       figures.dataset.key = key;
       figures.replaceChildren(...said.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
     }
+    corrected.hidden = made.length === 0;
+    corrections.update(made, (row) => row.id);
     const byDay = new Map(days.data.map((row) => [row.day, row.output_tokens]));
     const dates = daysOf(month);
     plot.update([dates.map((day) => Date.parse(day) / 1000), dates.map((day) => byDay.get(day) ?? null)]);
   }
 
-  async function compared() {
-    const rows = await get(`/usage?from=${month}-01&to=${next(month)}-01&group_by=deployment`, signal);
-    const answer = await ask(`api/v1/billing/export?period=${month}&format=jsonl`, { signal });
+  async function compareWithExport() {
+    const asked = month;
+    const [rows, made, answer] = await Promise.all([
+      get(`/usage?from=${asked}-01&to=${next(asked)}-01&group_by=deployment`, signal),
+      correctionsOf(asked),
+      ask(`api/v1/billing/export?period=${asked}&format=jsonl`, { signal }),
+    ]);
     const lines = (await answer.text()).split("\n").filter(Boolean).map((line) => JSON.parse(line));
-    const billed = totals(lines.filter((line) => line.sku !== "correction" && line.month === month).map((line) => ({ ...line, amount: line.unrounded })));
-    const shown = totals(rows.data);
-    const currencies = [...new Set([...billed.keys(), ...shown.keys()])];
-    const apart = (currency) => (billed.get(currency) ?? 0n) - (shown.get(currency) ?? 0n);
-    const unequal = currencies.filter((currency) => apart(currency) > NANO || apart(currency) < -NANO);
-    const sum = (from) => currencies.map((currency) => `${money(from.get(currency) ?? 0n, 9)} ${currency}`).join(", ") || "nothing";
-    setText(verdict, unequal.length ? `The export has ${sum(billed)}, here it is ${sum(shown)}.` : `Equal to the export: ${sum(billed)}.`);
-    verdict.classList.toggle("wrong", unequal.length > 0);
+    const { equal, sentence } = compared(costOf(rows.data, made), lines, asked);
+    setText(verdict, sentence);
+    verdict.classList.toggle("wrong", !equal);
   }
+
+  /** Those on the bill of that month, whichever bill they correct. */
+  const correctionsOf = async (period) => (await all("/billing/corrections", signal)).filter((row) => row.period === period);
 
   every(10_000, signal, look, say);
 }
 
-/** By currency; what had no price cost nothing. */
-function totals(rows) {
-  const sums = new Map();
-  for (const { currency, amount } of rows) {
-    if (currency) sums.set(currency, (sums.get(currency) ?? 0n) + exact(amount));
-  }
-  return sums;
+/** Usage and corrections stand apart where there are corrections; the cost is always their sum. */
+function figuresOf(cost, currency) {
+  const whole = [`Cost, ${currency}`, money(cost.together.get(currency))];
+  if (!cost.corrected.has(currency)) return [whole];
+  const part = (name, sums) => [`${name}, ${currency}`, money(sums.get(currency) ?? 0n)];
+  return [part("Usage", cost.used), part("Corrections", cost.corrected), whole];
 }
 
 async function save(month, format) {

@@ -1,4 +1,4 @@
-"""The first tables. What each column means stands in store/tables.py."""
+"""The first tables. store/db/tables.py explains the columns."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -137,7 +137,7 @@ def upgrade() -> None:
 
 
 def _unique(name: str, table: str, columns: list[str], when: str) -> None:
-    """Over the rows for which `when` holds."""
+    """Make a unique index over the rows for which `when` holds."""
     op.create_index(name, table, columns, unique=True, sqlite_where=sa.text(when), postgresql_where=sa.text(when))
 
 

@@ -1,4 +1,4 @@
-"""A tenant's weight. What it means stands in gateway/objectives.py."""
+"""A tenant's weight; gateway/core/objectives.py explains the weight."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""A tenant's limits. What they mean stands in store/tenants.py."""
+"""A tenant's limits; store/db/tenants.py explains the limits."""
 
 import sqlalchemy as sa
 from alembic import op

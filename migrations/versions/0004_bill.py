@@ -1,4 +1,4 @@
-"""The device's side of usage and prices, corrections, and what exports of closed periods were. See store/tables.py."""
+"""The device's side of usage and prices, corrections, digests of exports of closed periods. See store/db/tables.py."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,16 +1,16 @@
-"""The events become a log that is a chain and can only grow; deployments may have a canary."""
+"""Turn the events into an audit log, a chain that can only grow; deployments may have a canary."""
 
 import sqlalchemy as sa
 from alembic import op
 
-from store import audit
+from store.db import audit
 
 revision = "0005"
 down_revision = "0004"
 
 EVENT = ("id", "at_us", "kind", "tenant_id", "subject_id", "by")
 
-# The end of the chain moves forward one row at a time; nothing else ever changes.
+# The end of the chain moves forward a row at a time; rows of the log never change.
 SQLITE = (
     """CREATE TRIGGER audit_no_update BEFORE UPDATE ON audit
        BEGIN SELECT RAISE(ABORT, 'the audit log never changes'); END""",

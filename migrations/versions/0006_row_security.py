@@ -1,22 +1,23 @@
-"""PostgreSQL keeps tenants apart itself: policies on every table with rows of tenants, and a role that they hold for.
+"""PostgreSQL separates tenants: policies on every table with tenants' rows, and a role subject to these policies.
 
-A transaction says by the setting staccato.tenant whose rows it means; `*` are all, and who says nothing sees nothing.
+The setting staccato.tenant names the tenant of a transaction. `*` means every tenant. Without the setting, a
+transaction sees no rows.
 """
 
 import sqlalchemy as sa
 from alembic import op
 
-from store.db import NotMigrated
+from store.db.database import NotMigrated
 
 revision = "0006"
 down_revision = "0005"
 
 ROLE = "staccato_tenant"
-SAID = "(SELECT current_setting('staccato.tenant', true))"  # asked once for each statement
+SAID = "(SELECT current_setting('staccato.tenant', true))"  # evaluated once per statement
 OWN = f"tenant_id = {SAID}"
-SHARED = f"({OWN} OR tenant_id IS NULL)"  # the operator's, visible to all
+SHARED = f"({OWN} OR tenant_id IS NULL)"  # rows without a tenant are the operator's, visible to every tenant
 
-# Table → what the role may do with it, and which rows are a tenant's: to be seen, and (where that is less) written.
+# Table → the role's rights, the rows visible to a tenant, and (if fewer) the rows that a tenant may write.
 TABLES = {
     "tenants": ("SELECT, UPDATE", f"id = {SAID}", None),
     "keys": ("SELECT, INSERT, UPDATE", OWN, None),
@@ -31,7 +32,7 @@ TABLES = {
     "audit": ("SELECT, INSERT", OWN, None),
     "idempotency": ("SELECT, INSERT, UPDATE, DELETE", f"split_part(scope, ' ', 1) = {SAID}", None),
 }
-OPEN = {"audit_head": "SELECT, UPDATE"}  # one row, about all
+OPEN = {"audit_head": "SELECT, UPDATE"}  # a single row, about all tenants
 
 
 def upgrade() -> None:
@@ -44,17 +45,18 @@ def upgrade() -> None:
     for table, (verbs, seen, written) in TABLES.items():
         op.execute(f"GRANT {verbs} ON {table} TO {ROLE}")
         op.execute(f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY")
-        op.execute(f"ALTER TABLE {table} FORCE ROW LEVEL SECURITY")  # for its owner too
+        op.execute(f"ALTER TABLE {table} FORCE ROW LEVEL SECURITY")  # also for the table's owner
         check = f"{SAID} = '*' OR {written or seen}"
         op.execute(f"CREATE POLICY tenant ON {table} USING ({SAID} = '*' OR {seen}) WITH CHECK ({check})")
-        if written:  # a deletion has no check
+        # A deletion evaluates no WITH CHECK.
+        if written:
             op.execute(f"CREATE POLICY tenant_delete ON {table} AS RESTRICTIVE FOR DELETE USING ({check})")
     for table, verbs in OPEN.items():
         op.execute(f"GRANT {verbs} ON {table} TO {ROLE}")
 
 
 def _make_role(connection: sa.Connection) -> None:
-    """Once for all databases of the server. Raises NotMigrated where we may not."""
+    """Make the role, once for all databases of the server. Raises NotMigrated if the user may not."""
     asked = sa.text(
         "SELECT current_user, rolsuper OR rolcreaterole, EXISTS (SELECT FROM pg_roles WHERE rolname = :role)"
         " FROM pg_roles WHERE rolname = current_user"
@@ -76,7 +78,7 @@ def _make_role(connection: sa.Connection) -> None:
 
 
 def downgrade() -> None:
-    """The role stays: other databases of the server may use it."""
+    """Remove the policies. The role stays, since other databases of the server may use it."""
     if op.get_bind().dialect.name != "postgresql":
         return
     for table in OPEN:

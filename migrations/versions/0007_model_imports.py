@@ -1,4 +1,4 @@
-"""Models that are fetched: what the source's revision turned out to be, how far it is, how much it takes."""
+"""Imported models: the revision found at the source, the progress, and the size."""
 
 import sqlalchemy as sa
 from alembic import op

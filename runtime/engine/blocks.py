@@ -1,6 +1,7 @@
-"""vLLM's pool of KV blocks, over pages that come and go: a block whose pages are all mapped is in circulation.
+"""vLLM's pool of KV blocks, over pages that come and go: a block with all pages mapped is in circulation.
 
-What vLLM's pool calls `num_gpu_blocks` is the number in circulation here; block 0, its null block, always is.
+`num_gpu_blocks`, a field of vLLM's pool, is the number of blocks in circulation. Block 0, the null block, is always in
+circulation.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from runtime.memory.kv import KvRegion
 
 
 class ElasticBlockPool(BlockPool):
-    """Made of an ordinary pool by `take_over`: vLLM builds its pool where no class can be handed in."""
+    """A pool made of vLLM's own by `take_over`: vLLM has no setting for the pool's class."""
 
     _kv: KvRegion
-    _used: list[int]  # for each page, blocks of it that requests have; the null block is always in use
+    _used: list[int]  # for each page, number of the page's blocks in use; the null block is always in use
     _pages_in_use: int
 
     @classmethod
     def take_over(cls, pool: BlockPool, kv: KvRegion) -> ElasticBlockPool:
-        """From now on this pool follows `kv`; none of its blocks is in circulation yet."""
+        """Make `pool` follow the pages of `kv`; no block but the null block is in circulation yet."""
         pool.free_block_queue.popleft_n(pool.get_num_free_blocks())
         pool.num_gpu_blocks = 1
         pool.__class__ = cls
@@ -32,12 +33,16 @@ class ElasticBlockPool(BlockPool):
         return pool
 
     def open(self, blocks: Sequence[int]) -> None:
-        """Their pages were mapped. They are used last, so that pages that have blocks in use fill up first."""
+        """Put blocks with freshly mapped pages into circulation.
+
+        The pool hands out opened blocks last, so that pages with blocks in use fill up first."""
         self.free_block_queue.append_n([self.blocks[block] for block in blocks if block])
         self.num_gpu_blocks += sum(1 for block in blocks if block)
 
     def retire(self, blocks: Sequence[int]) -> None:
-        """Their pages are about to go: nobody may have them, and no prefix may be found in them any more."""
+        """Take unused blocks out of circulation, before the blocks' pages are unmapped.
+
+        From now on no request gets the blocks, and no prefix is found in the blocks."""
         for block in (self.blocks[number] for number in blocks if number):
             assert block.ref_cnt == 0, f"block {block.block_id} is retired with {block.ref_cnt} owners"
             self._maybe_evict_cached_block(block)
@@ -49,25 +54,27 @@ class ElasticBlockPool(BlockPool):
         return self.num_gpu_blocks - 1 - self.get_num_free_blocks()
 
     def pages_wanted(self, blocks: int) -> int:
-        """For so many blocks, the null block among them. Where mapped pages have gaps between them, there are fewer
-        blocks than pages for them: then more pages than there are."""
+        """Number of mapped pages needed to have `blocks` blocks in circulation, the null block included.
+
+        Gaps between mapped pages cut blocks, so that the mapped pages hold fewer blocks than the number of pages
+        allows. Then the result is larger than the number of mapped pages."""
         pages = self._kv.pages_for(blocks)
         missing = blocks - self.num_gpu_blocks
         return max(pages, len(self._kv.mapped) + self._kv.pages_for(missing)) if missing > 0 else pages
 
     @property
     def spare(self) -> int:
-        """How many pages `spare_pages` would find."""
+        """Number of pages that `spare_pages` would return."""
         return max(0, len(self._kv.mapped) - self._pages_in_use)
 
     @property
     def fragmentation(self) -> float:
-        """Of the pages in use, the share that no block in use takes."""
+        """Share of the bytes of pages in use, 0 to 1, that no block in use takes."""
         pages = len(self._kv.mapped) - self.spare
         return 1 - (1 + self.used_blocks) * self._kv.block_bytes / (pages * self._kv.page_bytes) if pages else 0.0
 
     def spare_pages(self) -> list[int]:
-        """Mapped pages without a block in use, the highest first."""
+        """Numbers of mapped pages without a block in use, the highest first."""
         return [page for page in sorted(self._kv.mapped, reverse=True) if not self._used[page]]
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:

@@ -1,16 +1,17 @@
-"""Makes engines: around an image in the host's cache, or from a model's files, making the image."""
+"""Builds engines: from a model's image in the host cache, or from the model's files; then an image is made as well."""
 
 from __future__ import annotations
 
 import gc
 import inspect
 import os
+import traceback
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # cores live in this process
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine cores live in this process
 
 from runtime.engine.settings import check_version, engine_args  # isort: skip  (sets vLLM's environment, so: first)
 
@@ -30,56 +31,62 @@ from vllm.v1.executor import Executor
 from vllm.v1.sample import sampler
 from vllm.v1.sample.ops import logprobs
 
+from runtime.core.engine import EngineError, Hold, Told
 from runtime.engine import ranks
-from runtime.engine.base import EngineError, Hold, Told
+from runtime.engine.golden import Golden
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.vllm import VllmEngine, chain, clean_up_after, first_line
 from runtime.engine.worker import Building, building
 from runtime.memory.images import Image, ImageKey, Images, Making
 from runtime.memory.lent import write_out
-from runtime.memory.native import MIXED, Backend, Device, PageState
-from store import artefact
-from store.views import Content, PageRun
-from store.wire import EngineSpec
+from runtime.memory.native import MIXED, Backend, DevicePool, PageState
+from store.contract.views import Content, PageRun
+from store.contract.wire import EngineSpec
+from store.files import artefact
 
-# An architecture that vLLM never saw is looked at in a process of its own, which takes seconds, lest CUDA begin too
-# early in this one. Here it may: this process builds the model next. vLLM keeps what it saw for the gateway's front.
+# vLLM inspects a new architecture in a separate process, taking seconds, lest CUDA begin too early in the caller. Here
+# CUDA may begin: this process builds the model next. vLLM keeps the findings for the gateway's front.
 registry._run_in_subprocess = lambda fn: fn()
-# What is compiled when it is first needed keeps everybody on the device waiting: the first request for logprobs, 3.5 s.
+# Code compiled at first use keeps all requests on the device waiting: 3.5 s at the first request for logprobs.
 vars(sampler)["batched_count_greater_than"] = inspect.unwrap(logprobs.batched_count_greater_than)
 
 log = structlog.get_logger()
 _meta = msgspec.msgpack.Encoder()
 
-ADDRESSES_PER_FILE_BYTE = 6  # wider types, packed copies beside tied embeddings; only addresses
+ADDRESSES_PER_FILE_BYTE = 6  # for wider types, and packed copies beside tied embeddings; addresses cost no memory
 ADDRESSES_LEAST = 256 << 20
-KEPT_PART = 32  # of the host's cache, for requests that will be parked
-# vLLM's worker wants this part of a GPU's memory free when it starts, whatever kv_cache_memory_bytes says. The pool has
-# nearly all of that memory already.
+KEPT_PART = 32  # up to 1/32 of the host cache is kept, while empty, for requests to be parked
+# When vLLM's worker starts, this share of a GPU's memory must be free, whatever kv_cache_memory_bytes says. The pool
+# has nearly all of a GPU's memory already.
 CUDA_SETTINGS: dict[str, Any] = {"gpu_memory_utilization": 0.001}
 IMAGE_FORMAT, FILES_FORMAT = "staccato_image", "staccato_files"
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """Kept with an image: how it is laid out, and what the model says."""
+    """Notes kept with an image: the layout, and the model's answers to the golden question."""
 
-    layout: list[tuple[int, int]]
-    golden: list[int]
+    layout: list[tuple[int, int]]  # (offset, bytes) of each piece
+    golden: Golden
+    sequential: bool  # in a batch the model answers otherwise than alone: the model's requests run one at a time
 
 
 def _nobody(read_bytes: int, files_bytes: int) -> None:
-    """Is told."""
+    """Take reports of bytes read, and ignore the reports: a `Told`."""
 
 
 class Builder:
-    """Builds engines over one pool of `pool_bytes`; `host_bytes` is the most that images and parked requests may take.
+    """Builds engines over one pool of a device.
 
-    `host_fd` is another process's host cache, to share its images; `helpers` are other GPUs that help to load."""
+    Args:
+        pool_bytes: size of the pool.
+        host_bytes: size of the host cache, the most that images and parked requests may take.
+        host_fd: file descriptor of another process's host cache, to share images; -1 to make a new host cache.
+        helpers: other GPUs, by ordinal, that help to load."""
 
     def __init__(self, pool_bytes: int, host_bytes: int, host_fd: int = -1, helpers: Collection[int] = ()) -> None:
         self.version = check_version()
         backend = Backend.HOST if current_platform.is_cpu() else Backend.CUDA
-        self.device = Device(pool_bytes, backend=backend, helpers=helpers)
+        self.device = DevicePool(pool_bytes, backend=backend, helpers=helpers)
         kept = host_bytes // KEPT_PART
         self.images = Images.create(host_bytes, kept) if host_fd < 0 else Images.open(host_fd, kept)
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
@@ -103,7 +110,7 @@ class Builder:
         return runs
 
     def close(self) -> None:
-        """After all engines."""
+        """Close the pool and the host cache. Close all engines first."""
         self.device.close()
         self.images.close()
 
@@ -111,7 +118,14 @@ class Builder:
         return self.build(spec, told)
 
     def build(self, spec: EngineSpec, told: Told = _nobody, **more: Any) -> VllmEngine:
-        """`more` goes to vLLM's settings."""
+        """Build the engine of a model.
+
+        Args:
+            spec: the model.
+            told: called during the build with the bytes read and the bytes of all weight files.
+            more: further settings of vLLM's.
+
+        Raises EngineError."""
         shard = f"{ranks.rank()}/{ranks.size()}"
         key = ImageKey(_identity(spec), self.version, spec.dtype, shard, _architecture())
         files_bytes = _weight_file_bytes(spec)
@@ -124,13 +138,14 @@ class Builder:
             return self._from_files(spec, now, key, more)
         except Exception as error:  # vLLM raises what its layers raise: pydantic, torch, safetensors, OSError, ...
             log.error("engine.not_built", model=spec.key, detail=chain(error))
+            _let_go(error)
             raise EngineError(first_line(error)) from error
         finally:
             gc.collect()
-            torch.cuda.empty_cache()  # torch keeps what a model had before it moved; does nothing without a GPU
+            torch.cuda.empty_cache()  # torch keeps a model's memory from before the move; does nothing without a GPU
 
     def _find(self, key: ImageKey) -> Image | None:
-        """If all ranks have theirs: to read files is for all of them together."""
+        """The image, pinned, if every rank has an image; else None: all ranks read files together, or none."""
         image = self.images.find(key)
         if ranks.all_say(lambda: image is not None):
             return image
@@ -139,19 +154,21 @@ class Builder:
         return None
 
     def _from_files(self, spec: EngineSpec, now: Building, key: ImageKey, more: dict[str, Any]) -> VllmEngine:
-        """Read the weights as vLLM does, ask the model the golden question, keep an image of both."""
+        """Read the weights with vLLM, ask the model the golden question, and keep an image of weights and answers."""
         _check_files(spec)
         engine = self._core(spec, now, FILES_FORMAT, more)
         try:
-            golden = engine.say_while_building()
+            golden, sequential = engine.prove_built()
             match self.images.make(key, engine.weights.size):
                 case Making() as making:
                     with making:
                         write_out(engine.weights.reservation, engine.weights.size, self.images.cache, making.offset)
-                        image = making.seal(_meta.encode(Meta(engine.home.layout, golden)))
-                case Image() as image:  # another runtime was faster
+                        image = making.seal(_meta.encode(Meta(engine.home.layout, golden, sequential)))
+                case Image() as image:  # another runtime made the image first
                     pass
-            engine.move_in(image, key, golden)
+            if sequential:
+                log.warning("engine.sequential", model=spec.key, detail="in a batch it says otherwise than alone")
+            engine.move_in(image, key, golden, sequential)
             return engine
         except BaseException as error:
             clean_up_after(error, engine.close)
@@ -160,10 +177,11 @@ class Builder:
     def _from_image(
         self, spec: EngineSpec, now: Building, key: ImageKey, image: Image, more: dict[str, Any]
     ) -> VllmEngine | None:
-        """Build around an image that is there; None if it isn't laid out as this engine needs it."""
+        """Build the engine on an image; None, and the image is discarded, if the engine needs another layout."""
         meta = msgspec.msgpack.decode(image.meta, type=Meta)
         try:
             engine = self._core(spec, now, IMAGE_FORMAT, more)
+            engine.take_in()
         except BaseException:
             image.release()
             raise
@@ -173,7 +191,7 @@ class Builder:
             image.release()
             self.images.discard(key)
             return None
-        engine.move_in(image, key, meta.golden)
+        engine.move_in(image, key, meta.golden, meta.sequential)
         return engine
 
     def _core(self, spec: EngineSpec, now: Building, load_format: str, more: dict[str, Any]) -> VllmEngine:
@@ -181,7 +199,7 @@ class Builder:
             spec,
             load_format,
             kv_cache_memory_bytes=self.pages_total * self.page_bytes,
-            disable_hybrid_kv_cache_manager=True,  # layers with a window keep all: one shape of KV cache for each model
+            disable_hybrid_kv_cache_manager=True,  # layers with a window keep all keys: one shape of KV cache a model
             worker_cls="runtime.engine.worker.PooledWorker",
             scheduler_cls=MovingScheduler,
             tensor_parallel_size=ranks.size(),
@@ -204,7 +222,7 @@ class Builder:
 
 @register_model_loader(IMAGE_FORMAT)
 class _FromImage(BaseModelLoader):
-    """Reads nothing: the weights will be there when their pages come."""
+    """A loader that reads nothing: the weights come with the pages, at a fetch."""
 
     def download_model(self, model_config: ModelConfig) -> None:
         pass
@@ -215,7 +233,7 @@ class _FromImage(BaseModelLoader):
 
 @register_model_loader(FILES_FORMAT)
 class _FromFiles(DefaultModelLoader):
-    """vLLM's for safetensors, which counts what it reads."""
+    """vLLM's loader for safetensors, extended to count the bytes read."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(replace(load_config, load_format="safetensors"))
@@ -228,6 +246,16 @@ class _FromFiles(DefaultModelLoader):
             yield name, tensor
             read_bytes += tensor.nbytes
             now.read(read_bytes)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Collect the model of a failed build: the error's frames and the heap frozen by vLLM still hold the model."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _content(state: PageState, owner: int, caches: Mapping[int, str]) -> Content:
@@ -245,7 +273,9 @@ def _content(state: PageState, owner: int, caches: Mapping[int, str]) -> Content
 
 
 def _check_files(spec: EngineSpec) -> None:
-    """They may have changed since they were registered; then everybody who shares the image would get what is new."""
+    """Check that the model's files are still the registered files. Raises EngineError.
+
+    If changed files were built, every runtime that shares the image would get the changed weights."""
     if not spec.digest:
         return
     found = artefact.inspect(Path(spec.path), frozenset([spec.architecture])).digest
@@ -257,7 +287,7 @@ def _check_files(spec: EngineSpec) -> None:
 
 
 def _identity(spec: EngineSpec) -> str:
-    """Of the weights: the artefact's digest, or where there is none the files as they are now."""
+    """Identity of the weights, for the image's key: the artefact's digest; without a digest, path, sizes and times."""
     if spec.digest:
         return spec.digest
     stats = [path.stat() for path in sorted(Path(spec.path).glob("*.safetensors"))]
@@ -265,7 +295,7 @@ def _identity(spec: EngineSpec) -> str:
 
 
 def _architecture() -> str:
-    """Of the device: packed weights of one instruction set are no use to another."""
+    """The device's architecture, for the image's key: weights packed for an instruction set do not suit another."""
     return torch.backends.cpu.get_cpu_capability() if current_platform.is_cpu() else torch.cuda.get_device_name()
 
 

@@ -1,82 +1,91 @@
-"""The scheduler of requests that move, while they run, between engines of one model over one host cache.
+"""The scheduler of requests that move, while running, between engines of one model over the host cache.
 
-The source copies a request's blocks out while it goes on, those that are full, for they never change; then the request
-leaves the batch between two steps and only its last blocks travel. The target takes blocks for a request that it
-expects, copies in what the source has copied out, and goes on with it as with one that was parked here.
+The source copies a running request's full blocks to the host: full blocks never change. Then the request leaves the
+batch between two steps, and only the last blocks are left to copy. The target allocates blocks for an expected request,
+copies the source's blocks from the host, and continues the request like a request parked at the target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
-from runtime.engine.base import EngineError
+from runtime.core.engine import EngineError
 from runtime.engine.scheduler import Away, PooledScheduler
 from runtime.engine.transfer import Transfer
-from runtime.memory.native import Direction, PoolError, Ticket
+from runtime.memory.native import Direction, PoolError, TransferTicket
 
 
 @dataclass(slots=True)
-class Outgoing:
-    """A request that may go on elsewhere. What lies on the host for the target stays there until it has moved or
-    stays."""
+class MovingRequest:
+    """A request at the source or at the target of a migration.
+
+    At the source, the blocks on the host belong to the engine until the request has moved, or stays. At the target the
+    blocks on the host are the source's."""
 
     request: Request
-    staged: list[int] = field(default_factory=list)  # on the host, or on their way: its first blocks
+    host: list[int] = field(default_factory=list)  # host blocks of the first blocks, copied or being copied
     transfers: list[Transfer] = field(default_factory=list)
-    left: Away | None = None  # out of the batch, and where on the host all of its blocks are
-    here: bool = True  # it has its blocks on the device
-    lost: bool = False  # it has none there, and what is on the host is not all
-
-
-@dataclass(slots=True)
-class Incoming:
-    """A request that is expected."""
-
-    request: Request
-    received: int = 0  # blocks, that are there or on their way
-    transfers: list[Transfer] = field(default_factory=list)
-    here: bool = True  # it has its blocks on the device
+    here: bool = True  # the request has blocks on the device
+    left: Away | None = None  # source: set when out of the batch; names the host blocks of the whole request
+    lost: bool = False  # source: the request has no blocks on the device, and the host blocks are incomplete
 
 
 class MovingScheduler(PooledScheduler):
-    """The one that engines are built with. Requests that left, and those that are expected, are in no queue."""
+    """The scheduler of every engine. Requests that left, and expected requests, are in no queue."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._outgoing: dict[str, Outgoing] = {}
-        self._incoming: dict[str, Incoming] = {}
+        self._outgoing: dict[str, MovingRequest] = {}
+        self._incoming: dict[str, MovingRequest] = {}
 
     @property
     def running_now(self) -> int:
-        """Requests in the batch: each may need a block for its next token."""
+        """Number of requests in the batch: every request in the batch may need a block for the next token."""
         return len(self.running)
 
     @property
     def unfinished(self) -> int:
-        """Requests that take part in steps, sooner or later: neither left nor expected."""
+        """Number of requests that will take part in steps: requests that neither left nor are expected."""
         left = sum(going.left is not None for going in self._outgoing.values())
         return len(self.requests) - len(self._incoming) - left
 
     # ── source ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def stage(self, id: str, first: int, after: Ticket | None) -> list[int] | None:
-        """Begin to copy out what is full and not copied yet; where all from block `first` on are. None: not now."""
+    def copy_out(self, id: str, first: int, after: TransferTicket | None) -> list[int] | None:
+        """Begin to copy to the host the request's full blocks that are not copied yet.
+
+        `after`: a ticket that is over when the device has written the blocks. Returns the host blocks from the
+        request's block `first` on; None if the request does not run, has made no token, or the host has no
+        room."""
         request = self.requests.get(id)
         if request is None or not self._runs(request):
             return None
-        going = self._outgoing.get(id) or Outgoing(request)
-        assert first <= len(going.staged), f"block {first} of {id} is asked for, {len(going.staged)} were before"
+        going = self._outgoing.get(id) or MovingRequest(request)
+        assert first <= len(going.host), f"block {first} of {id} is asked for, {len(going.host)} were before"
         if not self._send(going, request.num_computed_tokens // self.block_size, after):
             return None
         self._outgoing[id] = going
-        return going.staged[first:]
+        return going.host[first:]
 
-    def leave(self, id: str, after: Ticket | None) -> None:
-        """Out of the batch, with what is not copied yet on its way. Raises EngineError; all is as before then."""
+    def commit_out(self, id: str, after: Callable[[], TransferTicket | None]) -> Away | None:
+        """Take the request out of the batch, and copy the rest of the blocks to the host.
+
+        Returns None at the first call and until every block is copied, then the request with the blocks on the host.
+        `after` gives a ticket as in `copy_out`. Raises EngineError if the request can't leave, or if a copy failed."""
+        going = self._outgoing.get(id)
+        if going is None or going.left is None:
+            self._leave(id, after())
+            return None
+        return going.left if self._copied_out(going) else None
+
+    def _leave(self, id: str, after: TransferTicket | None) -> None:
+        """Take the request out of the batch, and begin to copy the rest of the blocks to the host.
+
+        Raises EngineError if the request can't leave; then the request stays as before."""
         if self._leaving is not None and any(away.request.request_id == id for away in self._leaving.requests):
             self.wait_all_out()
         if id in self._arriving:
@@ -85,7 +94,7 @@ class MovingScheduler(PooledScheduler):
         request = self.requests.get(id)
         if request is None or not (self._runs(request) or (id in self._parked and request.num_output_tokens)):
             raise EngineError(f"request {id} can't leave: it does not run here, or has made no token yet")
-        going = self._outgoing.get(id) or Outgoing(request)
+        going = self._outgoing.get(id) or MovingRequest(request)
         if id in self._parked:
             going.left, going.here = self._parked.pop(id), False
         else:
@@ -97,14 +106,11 @@ class MovingScheduler(PooledScheduler):
             self.running = [other for other in self.running if other is not request]
             self.kv_holding_waiting.remove_requests([request])
             self._strike_off(request)
-            going.left = Away(request, computed, going.staged[:blocks])
+            going.left = Away(request, computed, going.host[:blocks])
         self._outgoing[id] = going
 
-    def staged(self, id: str) -> bool:
-        """Whether the copies out are over. Raises EngineError when one failed for good."""
-        going = self._outgoing.get(id)
-        if going is None:
-            return True
+    def _copied_out(self, going: MovingRequest) -> bool:
+        id = going.request.request_id
         if going.lost:
             raise EngineError(f"the blocks of request {id} could not be copied out before its model was parked")
         try:
@@ -112,17 +118,11 @@ class MovingScheduler(PooledScheduler):
         except PoolError as error:
             raise EngineError(f"the blocks of request {id} can't be copied out: {error}") from error
 
-    def departure(self, id: str) -> Away:
-        """What its blocks on the host are, all there."""
-        going = self._outgoing.get(id)
-        if going is None or going.left is None:
-            raise EngineError(f"request {id} has not left: it ended, or was never told to leave")
-        if not self.staged(id):
-            raise EngineError(f"request {id} has blocks that are not on the host yet: ask `staged` first")
-        return going.left
+    def abort_move(self, id: str) -> None:
+        """Keep a request that was about to move: the request continues where the request stopped.
 
-    def stay(self, id: str) -> None:
-        """It does not move: on from where it stopped, or parked if the model was parked meanwhile."""
+        If the model was parked meanwhile, the request is parked, or computed again if the host blocks are incomplete.
+        Does nothing if the request is not about to move."""
         if (going := self._outgoing.pop(id, None)) is None:
             return
         self._end(going.transfers)
@@ -139,82 +139,94 @@ class MovingScheduler(PooledScheduler):
             self._parked[id] = left
 
     def _runs(self, request: Request) -> bool:
-        """It is in, and has said something: before that it is cheaper to ask elsewhere anew."""
+        """Whether the request is in the batch and has made a token: before a token, a fresh start is cheaper."""
         inside = request.status == RequestStatus.RUNNING or any(other is request for other in self.kv_holding_waiting)
         return inside and request.num_output_tokens > 0
 
-    def _send(self, going: Outgoing, blocks: int, after: Ticket | None) -> bool:
-        """Begin to copy out the first `blocks` of it as far as they are not; False if the host has no room."""
-        have = len(going.staged)
+    def _send(self, going: MovingRequest, blocks: int, after: TransferTicket | None) -> bool:
+        """Begin to copy to the host the first `blocks` blocks, as far as not staged; False if the host has no room."""
+        have = len(going.host)
         if blocks <= have:
             return True
         if (host := self._take(blocks - have)) is None:
             return False
         (device,) = self.kv_cache_manager.get_block_ids(going.request.request_id)
         going.transfers.append(self._transfer(device[have:blocks], host, Direction.TO_HOST, after))
-        going.staged += host
+        going.host += host
         return True
 
     # ── target ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def expect(self, request: Request, tokens: int, leave: int) -> bool:
-        """Blocks for so many tokens, if there are `leave` more."""
+    def prepare_move(self, request: Request, tokens: int, leave: int) -> bool:
+        """Allocate blocks for `tokens` tokens of an expected request.
+
+        Returns False, and allocates none, if fewer than `leave` free blocks would be left."""
         blocks = self._blocks_of(tokens)
         if not self._room(blocks, leave) or not self.kv_cache_manager.allocate_slots(
             request, 0, num_external_computed_tokens=tokens, delay_cache_blocks=True
         ):
             return False
-        self.kv_cache_manager.take_new_block_ids()  # the next step would zero them
+        self.kv_cache_manager.take_new_block_ids()  # else the next step would zero the new blocks
         self.take_up(request)
         self.requests[request.request_id] = request
-        self._incoming[request.request_id] = Incoming(request)
+        self._incoming[request.request_id] = MovingRequest(request)
         return True
 
-    def receive(self, id: str, first: int, host: list[int], leave: int) -> bool:
-        """Begin to copy these in, from its block `first` on. Raises PoolError where there are no such blocks."""
+    def copy_in(self, id: str, first: int, host: list[int], leave: int) -> bool:
+        """Begin to copy the host blocks `host` into the request's blocks from block `first` on.
+
+        Returns False if the request is not expected, or fewer than `leave` free blocks would be left. Raises PoolError
+        if the host cache has no such blocks."""
         coming = self._incoming.get(id)
         if coming is None or not coming.here:
             return False
-        assert first == coming.received, f"{id} has {coming.received} blocks and is offered those from {first} on"
+        assert first == len(coming.host), f"{id} has {len(coming.host)} blocks and is offered those from {first} on"
         blocks = first + len(host)
         if not self._enlarge(coming.request, blocks, leave):
             return False
         (device,) = self.kv_cache_manager.get_block_ids(id)
         if host:
             coming.transfers.append(self._transfer(device[first:blocks], host, Direction.TO_DEVICE))
-        coming.received = blocks
+        coming.host += host
         return True
 
-    def received(self, id: str) -> bool:
-        """Whether nothing is read from the host for it any more. Raises EngineError when a copy failed for good."""
+    def copied(self, id: str) -> bool:
+        """Whether every copy to or from the host is over for the request. Raises EngineError if a copy failed for
+        good."""
+        if (going := self._outgoing.get(id)) is not None:
+            return self._copied_out(going)
         coming, arriving = self._incoming.get(id), self._arriving.get(id)
         try:
             if coming is not None:
                 return all([transfer.over() for transfer in coming.transfers])
             return arriving is None or all([transfer.over() for transfer in arriving.coming])
         except PoolError as error:
-            if coming is None:  # it will be computed again
+            if coming is None:  # a request taken over: `land` has the request computed again
                 self.land()
                 return True
             raise EngineError(f"the blocks of request {id} can't be copied in: {error}") from error
 
     def expected(self, id: str) -> Request:
-        """Raises EngineError when it is not, or no longer."""
+        """The expected request `id`. Raises EngineError if the request is not expected, or no longer."""
         coming = self._incoming.get(id)
         if coming is None or not coming.here:
             raise EngineError(f"request {id} is not expected: it was never announced, or its model was parked since")
         return coming.request
 
-    def adopt(self, id: str, computed: int) -> None:
-        """From here on it is a request that is on its way in."""
+    def commit_in(self, id: str, computed: int) -> None:
+        """Turn an expected request, of which `computed` tokens are computed, into an arriving request.
+
+        Raises EngineError if too few blocks were received."""
         coming = self._incoming[id]
-        if (blocks := self._blocks_of(computed)) > coming.received:
-            raise EngineError(f"request {id} needs {blocks} blocks and {coming.received} were handed over")
+        if (blocks := self._blocks_of(computed)) > len(coming.host):
+            raise EngineError(f"request {id} needs {blocks} blocks and {len(coming.host)} were handed over")
         del self._incoming[id]
         self._arriving[id] = Away(coming.request, computed, [], coming.transfers)
 
     def forget(self, id: str) -> None:
-        """It can't be adopted. That may have been found when vLLM took its output for an end."""
+        """End an expected request that can't be taken over; does nothing if the request is not expected.
+
+        vLLM may have taken the request's output for an end already, so the status is set back first."""
         if (coming := self._incoming.get(id)) is not None:
             coming.request.status = RequestStatus.PREEMPTED
             self.finish_requests(id, RequestStatus.FINISHED_ABORTED)
@@ -238,8 +250,11 @@ class MovingScheduler(PooledScheduler):
 
     # ── parking and ends ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def take_out(self, after: Ticket | None) -> None:
-        """Who has left has its blocks on the host, and gives up those here; so does who is expected, for good."""
+    def take_out(self, after: TransferTicket | None) -> None:
+        """Take every request out, as `PooledScheduler.take_out` does, when the model is parked.
+
+        A request that left has the blocks on the host, and gives up the device blocks. An expected request gives up
+        the device blocks for good."""
         for going in self._outgoing.values():
             if going.left is not None and going.here:
                 going.lost = not self._end(going.transfers)
@@ -253,13 +268,13 @@ class MovingScheduler(PooledScheduler):
         super().take_out(after)
 
     def _detach(self, request: Request) -> Away | None:
-        """Its blocks may be another's soon: what is being copied of them for its move is waited for."""
+        """Wait for copies of the request's migration first: the blocks may soon be another request's."""
         if (going := self._outgoing.get(request.request_id)) is not None:
             self._end(going.transfers)
         return super()._detach(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        """However it ended: nothing of its move stays behind."""
+        """Free what a migration holds for the request as well, however the request ended."""
         if (going := self._outgoing.pop(request.request_id, None)) is not None:
             self._end(going.transfers)
             self._slabs.free(_on_host(going))
@@ -268,9 +283,9 @@ class MovingScheduler(PooledScheduler):
         return super()._free_request(request, *args, **kwargs)
 
     def _end(self, transfers: Sequence[Transfer]) -> bool:
-        """Wait until they are over; whether all went well."""
+        """Wait until the transfers are over. Returns whether every transfer succeeded."""
         return all([transfer.went_well() for transfer in transfers])
 
 
-def _on_host(going: Outgoing) -> list[int]:
-    return sorted({*going.staged, *(going.left.host if going.left is not None else ())})
+def _on_host(going: MovingRequest) -> list[int]:
+    return sorted({*going.host, *(going.left.host if going.left is not None else ())})

@@ -1,4 +1,4 @@
-"""What measuring an engine asks of vLLM: models and requests that nobody wants, and the limits and names it goes by."""
+"""Inputs for measuring an engine: models and requests made up for the measurement, vLLM's limits, the device's name."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from store.wire import EngineSpec
+from store.contract.wire import EngineSpec
 
 HEAD, WIDER, VOCABULARY = 64, 3, 512
 
 
 def write_llama(folder: Path, hidden: int, layers: int, context: int) -> EngineSpec:
-    """A Llama with random weights of 16 bits, as most models have, and half as many heads for keys and values."""
+    """Write a Llama with random weights of 16 bits, as most models have, into the new folder `folder`.
+
+    The Llama has half as many heads for keys and values as for queries. Returns the model's spec."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -61,7 +63,7 @@ def write_llama(folder: Path, hidden: int, layers: int, context: int) -> EngineS
 
 
 def llama_bytes(hidden: int, layers: int) -> int:
-    """Of the weights that `write_llama` writes."""
+    """Bytes of the weights that `write_llama` writes."""
     return 2 * sum(map(prod, _shapes(hidden, layers).values()))
 
 
@@ -87,7 +89,7 @@ def _shapes(hidden: int, layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def request(prompt: Sequence[int], max_tokens: int, salt: str) -> bytes:
-    """As a front half would write it; it shares prefixes only with requests of the same salt."""
+    """A request as the engine's front half writes requests; shares prefixes only with requests of equal `salt`."""
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     message = EngineCoreRequest(
         request_id="",
@@ -104,11 +106,11 @@ def request(prompt: Sequence[int], max_tokens: int, salt: str) -> bytes:
 
 
 def batched_tokens(spec: EngineSpec) -> int:
-    """The most tokens of prompts that one step computes."""
+    """The most prompt tokens that a step computes."""
     config = engine_args(spec, skip_tokenizer_init=True).create_engine_config(UsageContext.ENGINE_CONTEXT)
     return int(config.scheduler_config.max_num_batched_tokens)
 
 
 def accelerator() -> str | None:
-    """Its name; None where vLLM computes on the processor."""
+    """The GPU's name; None if vLLM computes on the processor."""
     return None if current_platform.is_cpu() else str(torch.cuda.get_device_name())

@@ -1,8 +1,8 @@
-"""The ranks of a tensor-parallel group: processes with a device each, which do the same in the same order.
+"""The ranks of a tensor-parallel group: processes with a device each that make equal calls in equal order.
 
-vLLM's schedulers are deterministic, so equal calls make equal steps on every rank, and its collective operations meet.
-What ranks could see differently is asked here, for all of them at once: whether a copy is over, whether the host has
-room. A process that is not one of several is asked alone.
+vLLM's schedulers are deterministic, so equal calls make equal steps on every rank, and collective operations meet.
+Whether a copy is over or the host has room could look different to each rank, so the ranks vote here. A process outside
+any group answers alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed import AllreduceOptions, FileStore, ProcessGroupGloo, Red
 
 from runtime.memory.native import Code, PoolError
 
-ANSWER_S = 600.0  # that a rank waits for the others' answer: one of them may be building
+ANSWER_S = 600.0  # the longest wait for every rank's answer: a rank may be building
 LOOPBACK = "lo"
 
 
@@ -25,7 +25,7 @@ LOOPBACK = "lo"
 class Joined:
     rank: int
     size: int
-    vllm: str  # where vLLM's own groups meet; its last part names memory that they share
+    vllm: str  # where vLLM's own groups meet; the last part of the path names shared memory of the groups
     gloo: ProcessGroupGloo
 
 
@@ -33,9 +33,11 @@ _joined: Joined | None = None
 
 
 def join(rank: int, size: int, folder: str) -> None:
-    """This process is the rank of that number, from 0. The others are on this host, and meet it in `folder`."""
+    """Join this process to a group as the rank `rank`, from 0; returns when all ranks of the group have joined.
+
+    The ranks are processes of one host, and meet in `folder`."""
     global _joined
-    os.environ.update(RANK=str(rank), LOCAL_RANK="0", GLOO_SOCKET_IFNAME=LOOPBACK)  # each sees its own device alone
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", GLOO_SOCKET_IFNAME=LOOPBACK)  # each rank sees only its own device
     store = FileStore(f"{folder}/ours", size)
     gloo = ProcessGroupGloo(store, rank, size, timedelta(seconds=ANSWER_S))
     _joined = Joined(rank, size, f"file://{folder}/{os.path.basename(folder)}", gloo)
@@ -50,12 +52,12 @@ def rank() -> int:
 
 
 def vllm_meets() -> str | None:
-    """Where vLLM's groups meet; None where there is but one rank."""
+    """Where vLLM's groups meet, as a URL; None for a process outside any group."""
     return _joined.vllm if _joined else None
 
 
 def least(value: int) -> int:
-    """The least that any rank has."""
+    """The least value of all ranks. Every rank must call at the same point; waits for the slowest rank."""
     if _joined is None:
         return value
     values, options = torch.tensor([value]), AllreduceOptions()
@@ -65,7 +67,7 @@ def least(value: int) -> int:
 
 
 def all_say(look: Callable[[], bool]) -> bool:
-    """Whether it is so on all ranks. Raises PoolError on all of them where one raises it."""
+    """Whether `look` returns True on all ranks. If `look` raises PoolError on any rank, raises PoolError on all."""
     if _joined is None:
         return look()
     failed: PoolError | None = None

@@ -1,7 +1,7 @@
-"""vLLM's model runner for CPUs, which takes up requests that were begun elsewhere.
+"""vLLM's model runner for CPUs, extended to continue requests begun elsewhere.
 
-vLLM's newer runner, the one for GPUs, needs none of this: the scheduler tells it all tokens of every request that comes
-back, and what it draws for a token follows from the seed and the token's place alone.
+vLLM's newer runner, for GPUs, needs no extension: the scheduler sends the runner all tokens of every returning request,
+and the random number for a token follows from the seed and the token's position alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DRAW_BELOW = 2**31  # each token of a seeded request takes one number below this
 
 
 class PooledRunner(CPUModelRunner):
-    """Made of an ordinary runner by `take_over`: vLLM builds its runner where no class can be handed in."""
+    """A runner made of vLLM's own by `take_over`: vLLM has no setting for the runner's class."""
 
     @classmethod
     def take_over(cls, runner: CPUModelRunner) -> PooledRunner:
@@ -31,11 +31,11 @@ class PooledRunner(CPUModelRunner):
         return runner
 
     def initialize_attn_backend(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False) -> None:
-        """Let layers share a plan of a step's attention only where these layers have the same sliding window.
+        """Let layers share a plan of a step's attention only if the layers have equal sliding windows.
 
-        Without the hybrid manager vLLM puts layers with and without a window into one group, whose plan has no window.
-        vLLM's kernel then reads a split of the KV cache in which a window hides every token, and the answer is wrong:
-        in batches, from the first token on that lies beyond the window."""
+        Without the hybrid manager vLLM puts layers with and without a window into a single group, and the group's plan
+        has no window. vLLM's kernel then reads a split of the KV cache in which a window hides every token, and the
+        answer is wrong: in batches, from the first token on beyond the window."""
         super().initialize_attn_backend(kv_cache_config, is_profiling)
         self.attn_groups[:] = [
             [part for group in groups for part in self._by_window(group)] for groups in self.attn_groups
@@ -52,9 +52,10 @@ class PooledRunner(CPUModelRunner):
         ]
 
     def take_up(self, request: Request, generator_state: bytes) -> None:
-        """Know a request with the output it has, as if all of that had been made here.
+        """Add a request begun elsewhere, as if this runner had made the request's output.
 
-        Without the state of its generator, as many numbers are drawn from a new one as it has tokens."""
+        `generator_state`: state of the request's random generator. If the state is empty, a new generator with the
+        request's seed draws a number for each token of the output."""
         sampling, made = request.sampling_params, list(request.output_token_ids)
         assert sampling is not None
         generator = None
@@ -76,7 +77,7 @@ class PooledRunner(CPUModelRunner):
             sampling_params=sampling,
             pooling_params=None,
             generator=generator,
-            block_ids=([],),  # the scheduler says when it lets it run
+            block_ids=([],),  # the scheduler sends block ids when the request runs
             num_computed_tokens=0,
             output_token_ids=made,
             lora_request=request.lora_request,
@@ -84,16 +85,17 @@ class PooledRunner(CPUModelRunner):
         if self.uses_mrope:
             self._init_mrope_positions(state)
         self.requests[request.request_id] = state
-        self.num_prompt_logprobs.pop(request.request_id, None)  # of one that had the same name
+        self.num_prompt_logprobs.pop(request.request_id, None)  # left by an earlier request with equal id
 
     def generator_state(self, id: str) -> bytes:
-        """Empty for a request without a seed."""
+        """State of the request's random generator; empty for a request without a seed."""
         generator = self.requests[id].generator
         return b"" if generator is None else bytes(generator.get_state().numpy())
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Callable[[], None] | None:
-        """A piece of a prompt that is not its last makes no token and draws nothing: vLLM has it draw and takes that
-        back, which generators of a CPU can't."""
+        """Draw no random number in a step that computes a prompt's piece other than the last: the step makes no token.
+
+        vLLM draws a number and then sets the generator back, but generators of a CPU can't be set back."""
         correct: Callable[[], None] | None = super()._update_states(scheduler_output)
         for id, tokens in scheduler_output.num_scheduled_tokens.items():
             state = self.requests[id]

@@ -1,13 +1,18 @@
-"""vLLM's scheduler, whose running requests can be taken out between two steps and put back without recomputation.
+"""vLLM's scheduler, extended: running requests are taken out between two steps and put back without recomputation.
 
-A request that is away is in none of vLLM's queues: *leaving* (its blocks are being copied to the host), *parked* (they
-are there, and nothing of it is on the device), or *arriving* (it has blocks again, other ones, and they are being
-filled). It comes back through `kv_holding_waiting`, where vLLM expects requests whose KV cache was brought in from
-elsewhere: `schedule` goes on with those where they stopped, without looking for prefixes.
+A request taken out is in none of vLLM's queues, but in one of three states:
 
-A request that was begun in an engine that is no more comes as one that vLLM preempted: it is computed again.
+    leaving   the request's blocks are being copied to the host
+    parked    the blocks are on the host, and the device holds nothing of the request
+    arriving  the request has new blocks on the device, and the copies into the new blocks are under way
 
-What vLLM would preempt for want of blocks is parked too; only where the host has no room it is recomputed, as in vLLM.
+A request comes back through `kv_holding_waiting`, vLLM's queue of requests with a KV cache brought in from elsewhere.
+`schedule` continues a request of that queue at the token where the request stopped, and looks for no prefixes.
+
+A request begun in an engine that is gone enters as if vLLM had preempted the request, and is computed again.
+
+If vLLM is short of blocks and would preempt a request, the request is parked. Only if the host has no room is the
+request recomputed, as in vLLM.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from runtime.engine.blocks import ElasticBlockPool
 from runtime.engine.transfer import Transfer
 from runtime.memory.images import Images
 from runtime.memory.kv import KvRegion
-from runtime.memory.native import Direction, PoolError, Ticket
+from runtime.memory.native import Direction, PoolError, TransferTicket
 from runtime.memory.slabs import Slabs
 
 log = structlog.get_logger()
@@ -35,34 +40,34 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class Away:
-    """A request that was taken out after `computed` tokens, whose blocks are, or will be, at `host`."""
+    """A request taken out after `computed` tokens. `host`: blocks on the host that hold the KV cache, or will."""
 
     request: Request
     computed: int
     host: list[int]
-    coming: list[Transfer] = field(default_factory=list)  # its blocks, back to the device
+    coming: list[Transfer] = field(default_factory=list)  # copies of the blocks back to the device
 
 
 @dataclass(slots=True)
-class Leaving:
-    """Requests whose blocks travel to the host together."""
+class ParkingBatch:
+    """Requests with blocks that are copied to the host in one transfer."""
 
     requests: list[Away]
     transfer: Transfer
 
 
 class PooledScheduler(Scheduler):
-    """Built by vLLM; `take_over` gives it the memory it schedules over."""
+    """A scheduler with parking. vLLM constructs the scheduler; `take_over` must then give it a model's memory."""
 
     blocks: ElasticBlockPool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._leaving: Leaving | None = None
+        self._leaving: ParkingBatch | None = None
         self._parked: dict[str, Away] = {}
         self._arriving: dict[str, Away] = {}
-        self._behind: set[str] = set()  # begun elsewhere, with output that their grammar has not seen yet
-        self.recomputed = 0  # requests that lost their KV cache for want of room on the host
+        self._behind: set[str] = set()  # requests begun elsewhere with output that the grammar has not seen yet
+        self.recomputed = 0  # requests that lost the KV cache: the host had no room, or a copy failed
 
     def take_over(self, kv: KvRegion, images: Images) -> None:
         self._kv, self._cache, self._slabs = kv, images.cache, Slabs(images, kv.block_bytes)
@@ -70,8 +75,10 @@ class PooledScheduler(Scheduler):
 
     # ── out ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def take_out(self, after: Ticket | None) -> None:
-        """Begin to copy out what every request that is in has; `after` is over when the device has written it."""
+    def take_out(self, after: TransferTicket | None) -> None:
+        """Take every request out of the batch, and begin to copy the blocks to the host.
+
+        `after`: a ticket that is over when the device has written the blocks. Copies wait for the ticket."""
         assert self._leaving is None, "requests are leaving already"
         self._settle_arriving()
         inside = self.running + list(self.kv_holding_waiting)
@@ -81,10 +88,10 @@ class PooledScheduler(Scheduler):
         if batch:
             device = [block for away in batch for block in self._device_blocks(away)]
             host = [block for away in batch for block in away.host]
-            self._leaving = Leaving(batch, self._transfer(device, host, Direction.TO_HOST, after))
+            self._leaving = ParkingBatch(batch, self._transfer(device, host, Direction.TO_HOST, after))
 
     def all_out(self) -> bool:
-        """Whether every copy out is over; the blocks of those requests are free then."""
+        """Whether every copy to the host is over. If so, the device blocks of the requests taken out are free."""
         leaving = self._leaving
         if leaving is None:
             return True
@@ -101,7 +108,7 @@ class PooledScheduler(Scheduler):
         return True
 
     def _off_device(self, away: Away, saved: bool) -> None:
-        """The copy out is over."""
+        """Free the request's device blocks: the copy to the host is over. `saved`: whether the copy succeeded."""
         self.kv_cache_manager.free(away.request)
         if saved:
             self._parked[away.request.request_id] = away
@@ -109,7 +116,9 @@ class PooledScheduler(Scheduler):
             self._recompute(away)
 
     def _detach(self, request: Request) -> Away | None:
-        """Out of vLLM's books but for its blocks. None: the host has no room, vLLM will compute it again."""
+        """Take a request out of vLLM's books; the device blocks stay the request's.
+
+        Returns None if the host has no room: then vLLM recomputes the request."""
         assert not request.num_in_flight_tokens, f"{request.request_id} has tokens in flight"
         computed = request.num_computed_tokens
         host = self._take(self._blocks_of(computed))
@@ -122,7 +131,7 @@ class PooledScheduler(Scheduler):
         return Away(request, computed, host)
 
     def _take(self, blocks: int) -> list[int] | None:
-        """Room on the host, of every rank; None where there is not enough."""
+        """Allocate blocks on the host of every rank. Returns None if any rank has too little room."""
         host = self._slabs.take(blocks)
         if ranks.all_say(lambda: host is not None):
             return host
@@ -130,7 +139,7 @@ class PooledScheduler(Scheduler):
         return None
 
     def _strike_off(self, request: Request) -> None:
-        """Nobody but us knows of it from here on."""
+        """Remove the request from vLLM's books: from now on only this scheduler knows the request."""
         self.encoder_cache_manager.free(request)
         self._inflight_prefills.discard(request)
         request.status = RequestStatus.PREEMPTED
@@ -138,7 +147,7 @@ class PooledScheduler(Scheduler):
         self.reset_preempted_req_ids.add(request.request_id)
 
     def _transfer(
-        self, device: list[int], host: list[int], direction: Direction, after: Ticket | None = None
+        self, device: list[int], host: list[int], direction: Direction, after: TransferTicket | None = None
     ) -> Transfer:
         return Transfer(self._kv, self._cache, device, host, direction, after)
 
@@ -147,7 +156,7 @@ class PooledScheduler(Scheduler):
         return blocks[: len(away.host)]
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
-        """vLLM is short of blocks in the middle of `schedule`: what it drops is parked, here and now."""
+        """Park a request that vLLM drops for want of blocks in the middle of `schedule`; waits for the copy."""
         away = self._detach(request)
         if away is None:
             return
@@ -155,7 +164,7 @@ class PooledScheduler(Scheduler):
         self._off_device(away, saved=transfer.went_well())
 
     def _recompute(self, away: Away) -> None:
-        """Its KV cache is lost: to the queue, to be computed anew, as vLLM does with what it preempts."""
+        """Queue a request with a lost KV cache to be computed again, as vLLM queues a preempted request."""
         self._slabs.free(away.host)
         away.request.num_computed_tokens = 0
         self.recomputed += 1
@@ -164,7 +173,9 @@ class PooledScheduler(Scheduler):
     # ── in ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def bring_in(self, leave: int = 0) -> None:
-        """Begin to copy in parked requests, the longest away first, while there are blocks and `leave` more."""
+        """Begin to copy parked requests to the device, the request parked longest first.
+
+        Stops at the first request for which too few blocks are free; `leave` free blocks are left over."""
         for id, away in list(self._parked.items()):
             if len(away.host) + leave > self.blocks.get_num_free_blocks() or not self._place(away):
                 return
@@ -173,10 +184,10 @@ class PooledScheduler(Scheduler):
             self._arriving[id] = away
 
     def land(self) -> None:
-        """Let requests go on whose copies are over."""
+        """Let every request with finished copies go on; a request with a failed copy is computed again."""
         for id, away in list(self._arriving.items()):
             try:
-                if not all([transfer.over() for transfer in away.coming]):  # asked of each: who failed is made again
+                if not all([transfer.over() for transfer in away.coming]):  # a list: `over` makes a failed copy again
                     continue
             except PoolError as error:
                 log.error("engine.resume_failed", requests=1, error=str(error))
@@ -189,20 +200,20 @@ class PooledScheduler(Scheduler):
             self._go_on(away)
 
     def prepare(self) -> None:
-        """Before a step: whoever is there by now takes part, and if nobody is, the first who comes is waited for."""
+        """Prepare a step. Arrived requests take part; if no request is in, waits for the first arriving request."""
         self.land()
         self.bring_in()
         while self._arriving and not self.kv_holding_waiting and not self.running:
             self._end_coming(next(iter(self._arriving.values())))
             self.land()
-        # Parked requests come before new ones, which would take the blocks that they wait for.
+        # Parked requests come before new requests: new requests would take the blocks that parked requests wait for.
         self._pause_state = PauseState.PAUSED_NEW if self._parked else PauseState.UNPAUSED
 
     def _place(self, away: Away) -> bool:
         request = away.request
         wanted = self._needs(request, away.computed) + sum([self._lacks(other) for other in self.running])
         if wanted > self.blocks.get_num_free_blocks() and self.running:
-            return False  # those that are in would be preempted for it at once
+            return False  # vLLM would at once preempt running requests for the returning request
         request.num_computed_tokens = 0
         placed = self.kv_cache_manager.allocate_slots(
             request, 0, num_external_computed_tokens=away.computed, delay_cache_blocks=True
@@ -213,12 +224,12 @@ class PooledScheduler(Scheduler):
         request = away.request
         self._slabs.free(away.host)
         self.kv_cache_manager.cache_blocks(request, away.computed)
-        self.kv_cache_manager.take_new_block_ids()  # the next step would zero them
+        self.kv_cache_manager.take_new_block_ids()  # else the next step would zero the new blocks
         request.num_computed_tokens = away.computed
         self.kv_holding_waiting.add_request(request)
 
     def _settle_arriving(self) -> None:
-        """Wait for what is on its way in. What arrived is in; it may be taken out again."""
+        """Wait for every arriving request. An arrived request is scheduled and may be taken out again."""
         for away in self._arriving.values():
             self._end_coming(away)
         self.land()
@@ -231,19 +242,20 @@ class PooledScheduler(Scheduler):
     # ── begun elsewhere ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def take_up(self, request: Request) -> None:
-        """It has output that was made elsewhere: what vLLM sees is a request that it preempted."""
+        """Enter a request with output made elsewhere: to vLLM the request looks like a preempted request."""
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions = 1
         if request.use_structured_output:
             self._behind.add(request.request_id)
-        # Was there one of this name before, the runner has not heard of its end, and must not take this for it.
+        # An earlier request may have had this id. The runner must not be told of the earlier request's end now: the
+        # runner would end the new request.
         self.finished_req_ids.discard(request.request_id)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         return self._caught_up(request) and super()._handle_blocked_waiting_request(request)
 
     def _caught_up(self, request: Request) -> bool:
-        """Whether its grammar, which is compiled meanwhile, has seen all of its output."""
+        """Whether the request's grammar, compiled meanwhile, has seen all of the request's output."""
         if request.request_id not in self._behind:
             return True
         assert request.structured_output_request is not None
@@ -254,15 +266,15 @@ class PooledScheduler(Scheduler):
         if isinstance(grammar, Exception) or not self.structured_output_manager.accept_tokens(
             request, list(request.output_token_ids)
         ):
-            self.grammar_compile_error_reqs.add(request.request_id)  # the step ends it with an error
+            self.grammar_compile_error_reqs.add(request.request_id)  # the step ends the request with an error
             return False
         return True
 
     # ── asked by the engine ───────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def ticket(self) -> Ticket | None:
-        """Of a copy under way."""
+    def ticket(self) -> TransferTicket | None:
+        """The ticket of a copy under way, to wait for; None if no copy is under way."""
         if self._leaving is not None:
             return self._leaving.transfer.ticket
         return next((transfer.ticket for away in self._arriving.values() for transfer in away.coming), None)
@@ -273,17 +285,19 @@ class PooledScheduler(Scheduler):
 
     @property
     def inside(self) -> int:
-        """Requests that a step can take up."""
+        """Number of requests that a step can compute. New requests do not count while requests are parked."""
         return len(self.running) + len(self.kv_holding_waiting) + (0 if self._parked else len(self.waiting))
 
     def blocks_wanted(self, ahead: int) -> tuple[int, int]:
-        """With so many, the null block included, every request could make its next step; and `ahead` more tokens."""
+        """Blocks, the null block included, that all requests together need.
+
+        Returns two numbers: blocks for the next step of every request, and blocks for `ahead` more tokens each."""
         size, most = self.block_size, self.max_num_scheduled_tokens
         soon = later = 1 + self.blocks.used_blocks
         has = [(request, request.num_computed_tokens) for request in self.running]
         has += [(request, request.num_computed_tokens) for request in self.kv_holding_waiting]
         has += [(away.request, away.computed) for away in self._arriving.values()]
-        for request, computed in has:  # each step, for all that run
+        for request, computed in has:  # no helpers: the loop runs after each step, for every request with blocks
             blocks, tokens = -(-computed // size), min(request.num_tokens, computed + most)
             soon += -(-tokens // size) - blocks
             later += -(-(tokens + ahead) // size) - blocks
@@ -297,11 +311,11 @@ class PooledScheduler(Scheduler):
         return min(soon, total), min(later, total)
 
     def _needs(self, request: Request, computed: int, ahead: int = 0) -> int:
-        """Blocks in all, for its next step."""
+        """Blocks in all for the request's next step, and for `ahead` more tokens."""
         return self._blocks_of(min(request.num_tokens, computed + self.max_num_scheduled_tokens) + ahead)
 
     def _lacks(self, request: Request) -> int:
-        """Of these, for one that runs."""
+        """Blocks that a running request lacks for the next step."""
         return self._needs(request, request.num_computed_tokens) - self._blocks_of(request.num_computed_tokens)
 
     def _blocks_of(self, tokens: int) -> int:
@@ -309,7 +323,7 @@ class PooledScheduler(Scheduler):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """For a request of our own: nobody else runs, those that wait stay out of the way and keep their order."""
+        """Within the context, only the runtime's own request runs; waiting requests step aside and keep their order."""
         assert not self.running, f"{len(self.running)} requests are running"
         held, waiting = list(self.kv_holding_waiting), list(self.waiting)
         self.kv_holding_waiting.remove_requests(held)
@@ -331,9 +345,10 @@ class PooledScheduler(Scheduler):
     # ── asked by vLLM ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        """Blocks of a request are not free for others, here or on the host, while a copy uses them.
+        """End requests. A request's blocks, on device and host, become free only when no copy uses the blocks.
 
-        One after the other: vLLM takes several in no order, and all ranks of a group must free blocks in the same."""
+        Requests end one after the other: vLLM ends several requests in no fixed order, and all ranks of a group must
+        free blocks in equal order."""
         if isinstance(request_ids, str):
             request_ids = [request_ids]
         ids = list(dict.fromkeys(self.requests if request_ids is None else request_ids))

@@ -1,7 +1,8 @@
-"""Before a runtime serves: does this vLLM, on this machine, behave as the adapter relies on? On a toy, in a second.
+"""Checks before a runtime serves that the installed vLLM behaves on this machine as the adapter expects.
 
-What is tried is what would be silent otherwise: weights that did not move, and requests that say something else after
-they were parked. That the names are there which the adapter uses, building the toy proves by itself.
+The check builds a toy model and takes a second. The check tries faults that would otherwise be silent: weights that did
+not move, and requests that answer otherwise after parking. Building the toy also proves that vLLM still has the names
+used by the adapter.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from runtime.core.device.request import RequestId
+from runtime.core.engine import EngineError
 from runtime.engine import ranks
-from runtime.engine.base import EngineError
 from runtime.engine.builder import Builder
 from runtime.engine.vllm import VllmEngine
-from runtime.request import RequestId
-from store.wire import EngineSpec
+from store.contract.wire import EngineSpec
 
 HEADS_LEAST, VOCABULARY, CONTEXT, TOKENS = 2, 97, 64, 12
 # Attention for CPUs takes heads of width 32 and float32; FlashAttention takes 16 bits and heads from width 64 on.
@@ -35,7 +36,7 @@ MOVE_S = 10.0
 
 
 def self_check(build: Builder) -> None:
-    """Raises EngineError with what this vLLM does otherwise than it must."""
+    """Check vLLM with a toy. Raises EngineError with the difference between vLLM's behaviour and the expected one."""
     with tempfile.TemporaryDirectory() as folder:
         spec = toy(Path(folder), "cpu" if current_platform.is_cpu() else "cuda")
         engine = build.build(spec, skip_tokenizer_init=True)
@@ -95,7 +96,7 @@ def toy(folder: Path, device: str) -> EngineSpec:
         folder: an empty folder.
         device: "cpu" or "cuda".
 
-    Returns: what the builder needs to build the model."""
+    Returns: the model's spec, for the builder."""
     heads = max(HEADS_LEAST, ranks.size())
     width, dtype = heads * HEAD_WIDTHS[device], DTYPES[device]
     config = {

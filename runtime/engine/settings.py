@@ -1,28 +1,28 @@
-"""What both halves of vLLM must agree on: the runtime's cores and the gateway's fronts start from these settings."""
+"""Settings of vLLM for both halves: the runtime's cores and the gateway's fronts must start from equal settings."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-# Before vLLM is imported anywhere: it reads its environment once.
+# Set before vLLM is imported anywhere: vLLM reads the environment once.
 os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"  # whatever is set: its other logs carry requests
-os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # where set, it overrules the kv_cache_memory_bytes of each engine
+os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"  # overrules the environment: logs of lower levels carry requests
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # if set, overrules the kv_cache_memory_bytes of each engine
 os.environ["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"] = "8"  # s, waiting for a front's rendering thread included
 
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 
-from runtime.engine.base import EngineError
-from store.wire import EngineSpec
+from runtime.core.engine import EngineError
+from store.contract.wire import EngineSpec
 
 RENDER_WAIT_S = int(os.environ["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"])
 VERSION_LEAST, VERSION_BELOW = (0, 32, 0), (0, 33, 0)
 
 
 def check_version() -> str:
-    """The engine's name on the wire. Raises EngineError outside the range this adapter was tested with."""
+    """The engine's name on the wire. Raises EngineError if this adapter was not tested with the installed vLLM."""
     parts = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:3] if part.isdigit())
     if not VERSION_LEAST <= parts < VERSION_BELOW:
         least, below = (".".join(map(str, version)) for version in (VERSION_LEAST, VERSION_BELOW))
@@ -36,6 +36,7 @@ def engine_args(spec: EngineSpec, load_format: str = "safetensors", **more: Any)
         tokenizer=spec.path,
         dtype=spec.dtype,  # type: ignore[arg-type]
         max_model_len=spec.max_model_len,
+        reasoning_parser=spec.reasoning_parser,
         load_format=load_format,
         trust_remote_code=False,
         enforce_eager=True,

@@ -1,4 +1,4 @@
-"""Blocks of KV cache that are copied between device and host."""
+"""Copies of KV blocks between device and host."""
 
 from __future__ import annotations
 
@@ -9,33 +9,35 @@ import structlog
 
 from runtime.engine import ranks
 from runtime.memory.kv import KvRegion
-from runtime.memory.native import Cache, Direction, PoolError, Ticket
+from runtime.memory.native import CacheMemory, Direction, PoolError, TransferTicket
 
 log = structlog.get_logger()
 
-COPY_TRIES = 3  # a copy that fails is made again: the source is still there
-COPY_WAIT_S = 60.0  # the longest that anything waits for a copy
+COPY_TRIES = 3  # a failed copy is made again: the source is still there
+COPY_WAIT_S = 60.0  # the longest wait for a copy
 
 
 class Transfer:
-    """One copy of some blocks, or another one while it fails; these are not free for others before it is over."""
+    """A copy of some blocks, made up to COPY_TRIES times if the copy fails. Keep the blocks until the copy is over."""
 
     def __init__(
         self,
         kv: KvRegion,
-        cache: Cache,
+        cache: CacheMemory,
         device: Sequence[int],
         host: Sequence[int],
         direction: Direction,
-        after: Ticket | None = None,
+        after: TransferTicket | None = None,
     ) -> None:
         self._copy = partial(kv.copy, cache, device, host, direction)
         self._tries = 1
-        self._ended: PoolError | bool = False  # on all ranks
+        self._ended: PoolError | bool = False  # True once the copy is over on all ranks, the error if the copy failed
         self.ticket = self._copy(after)
 
     def over(self) -> bool:
-        """Raises PoolError when it failed for good, and whenever it is asked after that."""
+        """Whether the copy is over on all ranks; repeats a failed copy.
+
+        Raises PoolError if the copy failed for good, then and at every later call."""
         if isinstance(self._ended, PoolError):
             raise self._ended
         if not self._ended:
@@ -44,7 +46,7 @@ class Transfer:
             except PoolError as error:
                 self._ended = error
                 if ranks.size() > 1:
-                    _wait(self.ticket)  # another rank's may have failed
+                    _wait(self.ticket)  # the failed copy may be another rank's: wait for the own copy
                 raise
         return self._ended is True
 
@@ -59,7 +61,7 @@ class Transfer:
             return False
 
     def went_well(self) -> bool:
-        """Waits until it is over."""
+        """Wait until the copy is over. Returns whether the copy succeeded."""
         try:
             while not self.over():
                 _wait(self.ticket)
@@ -69,8 +71,8 @@ class Transfer:
         return True
 
 
-def _wait(ticket: Ticket) -> None:
-    """Until it is over, well or not: who asks next hears how."""
+def _wait(ticket: TransferTicket) -> None:
+    """Wait until the copy is over, or COPY_WAIT_S have passed; the next call of `over` tells of a failure."""
     try:
         ticket.wait(COPY_WAIT_S)
     except PoolError as error:

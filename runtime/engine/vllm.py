@@ -1,23 +1,23 @@
-"""vLLM's engine cores, many in one process, over one pool of pages: with its neighbours here and gateway/front.py the
-only place that knows vLLM's inside.
+"""vLLM's engine cores, many in one process, over one pool of pages.
 
-One `EngineCore` per model, built in this process and stepped by our loop. What makes that safe (each met in practice):
-the cores share process-wide state, so steps never overlap and a core's `shutdown`, which destroys the process groups of
-every core, is never called: `close` takes apart only what is the core's own.
+Only this folder and gateway/vllm know the inside of vLLM.
+
+Each model has an `EngineCore`, built in this process and stepped by the device process's loop. The cores share
+process-wide state. Two rules make sharing safe, each learned in practice: steps never overlap, and a core's `shutdown`
+is never called, for `shutdown` destroys the process groups of every core. `close` takes apart the core's own parts.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import cast
 
 import structlog
 import torch
 from pydantic import ValidationError
-from vllm import SamplingParams
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -25,42 +25,46 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
-from runtime.engine import ranks
-from runtime.engine.base import AHEAD, BadRequest, EngineError, Held, Output
+from runtime.core.device.request import RequestId
+from runtime.core.engine import AHEAD, BadRequest, EngineError, Held, Output
+from runtime.engine import golden, ranks
+from runtime.engine.golden import Golden
+from runtime.engine.grammars import GrammarReader
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.worker import Home
 from runtime.memory.images import Image, ImageKey, Images
 from runtime.memory.kv import KvRegion
 from runtime.memory.lent import lend, take_back
-from runtime.memory.native import Backend, PoolError, Ticket
+from runtime.memory.native import Backend, PoolError, TransferTicket
 from runtime.memory.weights import Weights
-from runtime.request import RequestId
-from store.observe import place_of
-from store.wire import Departure, Finish, KvForm
+from store.contract.wire import Departure, Finish, KvForm
+from store.telemetry.observe import place_of
 
 log = structlog.get_logger()
 
-INLINE_MOST = 1 << 62  # bytes: arrays always inside the one buffer we ship
-GOLDEN_PROMPT, GOLDEN_TOKENS = 16, 8
+INLINE_MOST = 1 << 62  # bytes: arrays always lie inside the single buffer sent to the gateway
 GOLDEN_ID = "staccato-golden"
-CHAIN_LINK_MOST = 400  # characters of one error in the log
+CHAIN_LINK_MOST = 400  # characters of each error in the log
 
 
 class VllmEngine:
-    """One EngineCore, its weights and its KV cache."""
+    """The engine of one model (runtime/core/engine.py `Engine`): an EngineCore, weights and KV cache."""
 
     def __init__(self, core: EngineCore, home: Home, kv: KvRegion, images: Images) -> None:
         assert isinstance(core.scheduler, MovingScheduler)
         self._core, self._scheduler = core, core.scheduler
         self._images, self._worker = images, core.model_executor.driver_worker.worker
+        self._model = self._worker.model_runner.model
         self.home, self.kv = home, kv
         self.weights = Weights(home.reservation, home.used, images.cache)
         self._scheduler.take_over(kv, images)
         self._blocks = self._scheduler.blocks
-        self._golden: list[int] = []
-        self._golden_blocks = -(-(GOLDEN_PROMPT + GOLDEN_TOKENS) // self._scheduler.block_size)
-        self._activations = 0
-        self._parked = True  # or about to be: what blocks there are go
+        self._golden = Golden([], [])
+        self._golden_blocks = -(-(golden.PROMPT + golden.TOKENS) // self._scheduler.block_size)
+        self.sequential = False
+        self._activations = self._questions = 0
+        self._parked = True  # or about to be parked: the engine's blocks are given back
+        self._grammars = GrammarReader(core)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder(size_threshold=INLINE_MOST)
         self.weights_pages = self.weights.pages
@@ -71,9 +75,9 @@ class VllmEngine:
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, request: RequestId, payload: bytes, made: Sequence[int] = ()) -> None:
+    def add(self, request: RequestId, payload: bytes, made: Sequence[int] = (), grammar: bytes = b"") -> None:
         try:
-            asked = self._read(request, payload, bool(made))
+            asked = self._read(request, payload, bool(made), grammar)
             if made:
                 self._append(asked, made)
                 self._scheduler.take_up(asked)
@@ -83,20 +87,25 @@ class VllmEngine:
         if made:
             self._worker.take_up(asked, b"")
 
-    def _read(self, id: RequestId, payload: bytes, begun: bool) -> Request:
-        """As vLLM's scheduler wants it. One that was begun elsewhere said there what its prompt's logprobs are."""
+    def _read(self, id: RequestId, payload: bytes, begun: bool, grammar: bytes) -> Request:
+        """Decode a request for vLLM's scheduler. Raises BadRequest.
+
+        `begun`: the request was begun elsewhere, so the prompt's logprobs were sent before, and are left out."""
         message: EngineCoreRequest = self._decoder.decode(payload)
         message.request_id = id
+        if self.sequential:
+            message.cache_salt = id  # requests share no prefix blocks, not even of one tenant
         if id in self._scheduler.requests:
             raise BadRequest(f"request {id} is here already: a request has its name for itself")
         if begun:
             if message.sampling_params is None:
                 raise BadRequest(f"request {id} makes no tokens: there is nothing to go on with, send it anew")
             message.sampling_params.prompt_logprobs = None
-        return self._core.preprocess_add_request(message)[0]
+        with self._grammars.given(grammar, message.sampling_params):
+            return self._core.preprocess_add_request(message)[0]
 
     def _append(self, asked: Request, made: Sequence[int]) -> None:
-        """To its output, of which it must have something left to make."""
+        """Append the tokens `made` to the request's output. Raises BadRequest if no token is left to make."""
         vocabulary = self._core.vllm_config.model_config.get_vocab_size()
         if (strange := next((token for token in made if not 0 <= token < vocabulary), None)) is not None:
             raise BadRequest(
@@ -107,6 +116,12 @@ class VllmEngine:
             raise BadRequest(
                 f"the {len(made)} tokens that were made before are all of its output: end it with what there is"
             )
+
+    def read(self, grammar: bytes) -> None:
+        self._grammars.read(grammar)
+
+    def has_read(self, grammar: bytes) -> bool:
+        return self._grammars.has_read(grammar)
 
     def abort(self, requests: list[RequestId]) -> None:
         self._core.abort_requests(list(requests))
@@ -122,45 +137,49 @@ class VllmEngine:
 
     # ── requests that move ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def stage(self, request: RequestId, first: int) -> list[int] | None:
-        return self._scheduler.stage(request, first, self._written())
-
-    def staged(self, request: RequestId) -> bool:
-        return self._scheduler.staged(request)
-
-    def leave(self, request: RequestId) -> None:
-        self._scheduler.leave(request, self._written())
-
-    def departure(self, request: RequestId) -> Departure:
-        left = self._scheduler.departure(request)
-        state = self._worker.generator_state(request)
-        return Departure(list(left.request.output_token_ids), left.computed, left.host, state)
-
-    def stay(self, request: RequestId) -> None:
-        self._scheduler.stay(request)
-
-    def expect(self, request: RequestId, payload: bytes, tokens: int, admitted: bool = False) -> bool:
+    def prepare(
+        self, request: RequestId, payload: bytes, tokens: int, admitted: bool = False, grammar: bytes = b""
+    ) -> bool:
         try:
-            asked = self._read(request, payload, begun=True)
+            asked = self._read(request, payload, True, grammar)
         except Exception as error:
             raise BadRequest(first_line(error)) from error
         tokens = max(1, min(tokens, self._scheduler.max_model_len))
-        return not self._parked and self._scheduler.expect(asked, tokens, self._kept(admitted))
+        return not self._parked and self._scheduler.prepare_move(asked, tokens, self._kept(admitted))
 
-    def receive(self, request: RequestId, first: int, host: list[int], admitted: bool = False) -> bool:
+    def copy(
+        self, request: RequestId, first: int, host: list[int] | None = None, admitted: bool = False
+    ) -> list[int] | None:
+        if host is None:
+            return self._scheduler.copy_out(request, first, self._written())
         try:
-            return self._scheduler.receive(request, first, host, self._kept(admitted))
+            return host if self._scheduler.copy_in(request, first, host, self._kept(admitted)) else None
         except PoolError as error:
             raise EngineError(f"request {request} can't be received: {error}") from error
 
     def _kept(self, admitted: bool) -> int:
-        """Blocks that one that may come leaves free."""
+        """Blocks that an arriving request must leave free: none if `admitted`, else blocks for a check and a step."""
         return 0 if admitted else max(self._golden_blocks, self._scheduler.running_now)
 
-    def received(self, request: RequestId) -> bool:
-        return self._scheduler.received(request)
+    def copied(self, request: RequestId) -> bool:
+        return self._scheduler.copied(request)
 
-    def adopt(self, request: RequestId, departure: Departure) -> None:
+    def commit(self, request: RequestId, departure: Departure | None = None) -> Departure | None:
+        if departure is None:
+            return self._commit_out(request)
+        self._commit_in(request, departure)
+        return None
+
+    def abort_move(self, request: RequestId) -> None:
+        self._scheduler.abort_move(request)
+
+    def _commit_out(self, request: RequestId) -> Departure | None:
+        if (left := self._scheduler.commit_out(request, self._written)) is None:
+            return None
+        state = self._worker.generator_state(request)
+        return Departure(list(left.request.output_token_ids), left.computed, left.host, state)
+
+    def _commit_in(self, request: RequestId, departure: Departure) -> None:
         try:
             asked = self._scheduler.expected(request)
             self._append(asked, departure.made)
@@ -169,7 +188,7 @@ class VllmEngine:
                     f"{departure.computed} of {asked.num_tokens} tokens are computed: not none, and not all"
                 )
             self._worker.take_up(asked, departure.sampler)
-            self._scheduler.adopt(request, departure.computed)
+            self._scheduler.commit_in(request, departure.computed)
         except Exception as error:
             self._scheduler.forget(request)
             raise error if isinstance(error, EngineError) else BadRequest(first_line(error)) from error
@@ -186,14 +205,14 @@ class VllmEngine:
         return self._blocks.fragmentation
 
     def fetch(self, kv_pages: int) -> None:
-        """Weights first, for a step needs all of them; if they are here still, requests need not wait for that."""
+        """Bring in weights first, for a step needs all weights; if all weights are resident, requests come first."""
         self._parked = False
         try:
             self._open(kv_pages - len(self.kv.mapped))
             here = self.weights.held_pages == self.weights.pages
             if not here:
                 self.weights.fetch()
-            self._scheduler.bring_in(leave=self._golden_blocks)  # there may be a check before the first step
+            self._scheduler.bring_in(leave=self._golden_blocks)  # a check may come before the first step
             if here:
                 self.weights.fetch()
         except PoolError as error:
@@ -209,9 +228,9 @@ class VllmEngine:
         return self._scheduler.inside > 0 or self._scheduler.arriving == 0
 
     def _not_fetched(self, error: PoolError) -> EngineError:
-        """Requests that are on their way go back."""
+        """Take arriving requests out again after a failed fetch. Returns the error to raise."""
         self._parked = True
-        if ranks.size() > 1:  # what is here of the weights may not be there
+        if ranks.size() > 1:  # ranks may hold different parts of the weights
             self.weights.leave()
             self.weights.evict(self.weights.held_pages, self._written())
         self._scheduler.take_out(None)
@@ -222,7 +241,7 @@ class VllmEngine:
         self._parked = True
         self._scheduler.take_out(self._written())
         self.weights.leave()
-        held = self.weights.held_pages  # where a fetch was cut short, ranks have other parts
+        held = self.weights.held_pages  # after a fetch cut short, ranks hold different numbers of pages
         self.weights.evict(held - ranks.least(held), self._written())
 
     def parked(self) -> bool:
@@ -233,7 +252,7 @@ class VllmEngine:
 
     def wait(self, timeout_s: float) -> None:
         if (ticket := self.weights.ticket or self._scheduler.ticket) is not None:
-            with suppress(PoolError):  # the time is up, or it failed, which the next look will say
+            with suppress(PoolError):  # the time is up, or the copy failed: `arrived` or `parked` reports the failure
                 ticket.wait(timeout_s)
 
     def grow(self, kv_pages: int) -> None:
@@ -256,18 +275,22 @@ class VllmEngine:
         self._blocks.retire(self.kv.blocks_on(pages))
         self.kv.unmap(pages, self._written())
 
-    def _written(self) -> Ticket | None:
-        """Over when the device is done with all that the steps so far put to it; on the host a step ends with that."""
+    def _written(self) -> TransferTicket | None:
+        """A ticket that is over when the device has finished the work of all steps so far.
+
+        Returns None on the host: a step on the host returns after the work."""
         if self.kv.reservation.device.backend is Backend.HOST:
             return None
         return self.kv.reservation.device.stream_ticket(torch.cuda.current_stream().cuda_stream)
 
     # ── integrity ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def move_in(self, image: Image, key: ImageKey, golden: list[int]) -> None:
-        """Built: from here on the weights are in the image, and nothing of them is on the device."""
+    def move_in(self, image: Image, key: ImageKey, golden: Golden, sequential: bool) -> None:
+        """End the build: from now on the weights lie in the image, and the device holds none of the weights."""
         self.weights.image, self.key, self._golden = image, key, golden
         self.home.settle()
+        if sequential:
+            self.sequential, self._scheduler.max_num_active_reqs = True, 1
 
     def check(self) -> str | None:
         image = self.weights.image
@@ -275,66 +298,91 @@ class VllmEngine:
         self._activations += 1
         if not ranks.all_say(partial(image.sample, self._activations)):
             return self._quarantine("its image in the host cache has changed")
-        said = self._say_alone()
-        if said != self._golden:
-            return self._quarantine(f"it says {said} where it said {self._golden} when it was read from its files")
+        asked = [("", self._golden.first, self._say)]
+        if self._activations == 1:  # not each time: last positions double the cost, and tables move with the weights
+            asked.append((" at its last positions", self._golden.last, self._say_last))
+        for where, before, say in asked:
+            if (said := say()) != before:
+                return self._quarantine(f"it says {said}{where} where it said {before} when it was read from its files")
         return None
 
     def stray_bytes(self) -> int:
-        """Of parameters and buffers that are not where their pages come and go."""
-        model = self._worker.model_runner.model
+        """Bytes of parameters and buffers outside the reservation of the model's weights."""
         home = range(self.home.reservation.address, self.home.reservation.address + self.home.reservation.bytes)
-        tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel())
+        tensors = (tensor for tensor in (*self._model.parameters(), *self._model.buffers()) if tensor.numel())
         return sum(tensor.nbytes for tensor in tensors if tensor.data_ptr() not in home)
 
-    def say_while_building(self) -> list[int]:
-        """What it says to the golden question, while it stands in lent memory."""
-        blocks = range(1 + self._golden_blocks)
+    def take_in(self) -> None:
+        """Move the model's tensors into the reservation; the addresses stay fixed while the engine lives."""
+        self.home.take_in()
+        self.weights = Weights(self.home.reservation, self.home.used, self._images.cache)
+        self.weights_pages = self.weights.pages
+
+    def prove_built(self) -> tuple[Golden, bool]:
+        """Ask the model as vLLM built the model, move the model's tensors, and ask again, all in lent memory.
+
+        Returns the answers, and whether requests must run one at a time because the model answers otherwise in a batch.
+        Raises EngineError with both answers if the model answers otherwise after the move of the tensors, and the
+        errors of `golden.watching_attention`."""
+        with self._lent():
+            with golden.watching_attention(self._core.vllm_config.compilation_config.static_forward_context.values()):
+                built = Golden(*self._say_both())
+            self.take_in()
+            moved = Golden(*self._say_both())
+            if not ranks.all_say(lambda: moved == built):
+                now, before = moved.first + moved.last, built.first + built.last
+                raise EngineError(
+                    f"the model says {now} once its tensors have moved, and {before} as vLLM built it: part of the "
+                    "model reads memory that it gave back"
+                )
+            self.home.forget_old()
+            return built, not ranks.all_say(self._agrees_with_itself)
+
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        """Lent memory for the blocks of a batch that asks the golden question."""
+        blocks = range(min(self.kv.blocks, 1 + golden.BATCH * self._golden_blocks))
         size = self.kv.pages_for(len(blocks)) * self.kv.page_bytes
         lend(self.kv.reservation, 0, size)
         self._blocks.open(blocks)
         try:
-            said = self._say_alone()
+            yield
         except BaseException as error:
-            clean_up_after(error, partial(self._end_question, blocks, size))
+            clean_up_after(error, partial(self._return_lent, blocks, size))
             raise
-        self._end_question(blocks, size)
-        return said
+        self._return_lent(blocks, size)
 
-    def _end_question(self, blocks: range, size: int) -> None:
-        """Give the lent memory back. A question that failed still has blocks: its request is ended first."""
-        if self._scheduler.requests:
-            self._scheduler.finish_requests(GOLDEN_ID, RequestStatus.FINISHED_ABORTED)
+    def _return_lent(self, blocks: range, size: int) -> None:
+        """Give the lent memory back. Requests of a failed question still have blocks, so the requests end first."""
+        self._scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         self._blocks.retire(blocks)
         take_back(self.kv.reservation, 0, size)
 
-    def _say_alone(self) -> list[int]:
-        config = self._core.vllm_config.model_config
-        length = min(GOLDEN_PROMPT, config.max_model_len // 2)
-        most = min(GOLDEN_TOKENS, config.max_model_len - length)
-        vocabulary = config.get_vocab_size()
-        request = EngineCoreRequest(
-            request_id=GOLDEN_ID,
-            prompt_token_ids=[(7919 * n + 1) % vocabulary for n in range(length)],
-            mm_features=None,
-            sampling_params=SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False),
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=GOLDEN_ID,
-            data_parallel_rank=None,
-        )
-        said: list[int] = []
-        with self._scheduler.alone():
-            self._core.add_request(*self._core.preprocess_add_request(request))
-            while self._scheduler.running or self._scheduler.waiting:
-                outputs, executed = self._core.step()
-                self._core.post_step(executed)
-                said += [
-                    token for made in outputs.values() for output in made.outputs for token in output.new_token_ids
-                ]
-                assert executed, "there is no block of KV cache for the golden question"
-        return said
+    def _say_both(self) -> tuple[list[int], list[int]]:
+        """The model's answers to the golden question at the first positions and at the last positions."""
+        return self._say(), self._say_last()
+
+    def _say(self) -> list[int]:
+        (said,) = golden.ask(self._core, [self._question_id()])
+        return said.tokens
+
+    def _question_id(self) -> str:
+        """A new request id for each question: with an earlier question's id, a question would find cached prefixes."""
+        self._questions += 1
+        return f"{GOLDEN_ID}-{self._questions}"
+
+    def _say_last(self) -> list[int]:
+        with golden.at_last_positions(self._model, self._scheduler.max_model_len):
+            return self._say()
+
+    def _agrees_with_itself(self) -> bool:
+        """Whether requests of a batch get the answer of a request alone; True if only a single request has room."""
+        if self.kv.blocks < 1 + golden.BATCH * self._golden_blocks:
+            return True
+        tie = golden.tie(self._core.vllm_config.model_config.dtype)
+        (alone,) = golden.ask(self._core, [self._question_id()], golden.LIKELIEST)
+        together = golden.ask(self._core, [self._question_id() for _ in range(golden.BATCH)])
+        return not any(golden.disagrees(alone, said, tie) for said in together)
 
     def _quarantine(self, wrong: str) -> str:
         self._images.discard(self.key)
@@ -343,14 +391,15 @@ class VllmEngine:
     # ── outputs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _output(self, output: EngineCoreOutput) -> Output:
-        finish, cached = output.finish_reason, output.prefill_stats
+        finish, prefill = output.finish_reason, output.prefill_stats
         return Output(
             RequestId(output.request_id),
             output.new_token_ids,
             None if finish is None else Finish(int(finish)),
             output.stop_reason,
             self._logprobs(output),
-            cached.num_cached_tokens if cached else 0,
+            prefill.num_cached_tokens if prefill else 0,
+            prefill.num_cache_creation_tokens if prefill else 0,
         )
 
     def _logprobs(self, output: EngineCoreOutput) -> bytes | None:
@@ -369,7 +418,7 @@ class VllmEngine:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
-        """Everything of this core and nothing of the others: `EngineCore.shutdown` would end the groups all share."""
+        """Take this core apart, and leave other cores alone: `EngineCore.shutdown` would end the shared groups."""
         self._scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         self._scheduler.wait_all_out()
         core, self._core = self._core, None  # type: ignore[assignment]
@@ -379,8 +428,10 @@ class VllmEngine:
         clear_layer_kv_caches(context.values())
         self._worker.model_runner.kv_caches.clear()
         context.clear()
-        del core, self._scheduler, self._blocks, self._worker
-        gc.unfreeze()  # EngineCore froze the heap when it was built: without this nothing of it would be collected
+        for module in self._model.modules():  # torch keeps a tied weight, and the weight's loader keeps packed weights
+            vars(module).pop("cpu_linear", None)
+        del module, core, self._scheduler, self._blocks, self._worker, self._model, self._grammars
+        gc.unfreeze()  # a built EngineCore freezes the heap: still frozen, the core would never be collected
         gc.collect()
         gc.freeze()
         self.kv.reservation.release()
@@ -389,7 +440,7 @@ class VllmEngine:
 
 
 def _layout(core: EngineCore) -> str:
-    """How a token's keys and values lie in a block: some kernels for CPUs order them as their instructions like it."""
+    """Layout of keys and values in a block, as text: kernels for CPUs order a block to suit their instructions."""
     assert isinstance(core.scheduler, MovingScheduler)
     group = core.model_executor.driver_worker.worker.model_runner.attn_groups[0][0]
     kernels = group.backend.get_name(), getattr(group.get_metadata_builder(), "isa", "")
@@ -400,7 +451,7 @@ def _layout(core: EngineCore) -> str:
 def clean_up_after(error: BaseException, clean_up: Callable[[], object]) -> None:
     """Clean up after an error that the caller raises again.
 
-    A failure of the cleaning becomes a note of the error: it never hides why the cleaning was needed."""
+    A failure of the cleaning becomes a note of the error, and never hides the error."""
     try:
         clean_up()
     except Exception as failure:
@@ -408,9 +459,9 @@ def clean_up_after(error: BaseException, clean_up: Callable[[], object]) -> None
 
 
 def chain(error: BaseException | None) -> str:
-    """One line of the error, its notes and the errors that it was raised from, the last error first.
+    """One line of the error, the error's notes and the errors underneath, the last error first.
 
-    For the log of a build: no prompt of a tenant can be in such errors."""
+    For the log of a build: errors of a build hold no prompt of a tenant."""
     links: list[str] = []
     while error is not None:
         said = (str(error).strip().splitlines() or [""])[0]
@@ -420,7 +471,7 @@ def chain(error: BaseException | None) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """One sentence for a client: vLLM's messages may span pages and name internals below the first line."""
+    """A sentence for a client: vLLM's messages may span pages, and name internals below the first line."""
     if isinstance(error, ValidationError):
         return str(error.errors()[0]["msg"])[:500]
     text = str(error).strip().splitlines()

@@ -1,11 +1,12 @@
-"""vLLM's worker, whose weights and KV cache lie where the runtime says: below addresses that outlive their pages.
+"""vLLM's worker, extended: weights and KV cache lie in reservations of the runtime, at addresses that outlive pages.
 
-Weights: a model is loaded as vLLM loads it, then every tensor that can be reached from it moves into the reservation.
-What vLLM's CPU kernels keep for themselves, the packed weights of oneDNN's matrix products, is allocated there in the
-first place: without packing a step of a small batch takes a third longer.
+Weights: vLLM loads a model as usual, then every tensor reachable from the model moves into the reservation. Packed
+weights of oneDNN's matrix products, kept inside vLLM's CPU kernels, are allocated in the reservation from the start:
+without packing, a step of a small batch takes a third longer.
 
-KV cache: all of it is one allocation of vLLM's; it becomes a region of the pool. On the CPU vLLM would put all blocks
-of one layer together; we put all layers of one block together, so that a block has few pages and travels in one piece.
+KV cache: vLLM allocates the KV cache as one buffer, and the buffer becomes a region of the pool. On the CPU vLLM would
+put all blocks of a layer together. This worker puts all layers of a block together, so that a block has few pages and
+is copied in one piece.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from runtime.core.engine import EngineError
 from runtime.engine import ranks
-from runtime.engine.base import EngineError
 from runtime.engine.runner import PooledRunner
 from runtime.memory import native
 from runtime.memory.kv import KvRegion
 from runtime.memory.lent import lend, take_back
-from runtime.memory.native import Device, Reservation
+from runtime.memory.native import DevicePool, Reservation
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -44,24 +45,26 @@ else:
     from vllm.v1.worker.gpu_worker import Worker  # type: ignore[assignment]
 
 ALIGNMENT = 256  # bytes, of each tensor
-SCRATCH_BYTES = 64 << 20  # at a time
-PACKED_MOST, TILE_BYTES = 1.25, 1024  # packed weights may be padded, to whole tiles
-PACKED_LEAST = 16 << 10  # bytes: oneDNN makes objects of its own of less
-BUFFER_BYTES_LEAST = 1 << 16  # vLLM's one allocation for the KV cache is larger, its other zeros of int8 are not
+SCRATCH_BYTES = 64 << 20  # memory lent at a time
+PACKED_MOST, TILE_BYTES = 1.25, 1024  # packed weights may be padded to whole tiles
+PACKED_LEAST = 16 << 10  # bytes: oneDNN makes objects of its own of smaller weights
+OLD_BYTES_MOST = 64 << 20  # storages left by moved tensors, kept until the model has been asked again
+NO_NUMBER = 0xFF  # the value of every byte of a float that is not a number
+BUFFER_BYTES_LEAST = 1 << 16  # vLLM's buffer for the KV cache is larger; every further int8 buffer of zeros is smaller
 
 
 @dataclass(slots=True)
 class Building:
-    """Where the engine that is being built puts things; filled in on the way."""
+    """Places of weights and KV cache of an engine being built; the worker fills in home and KV region."""
 
-    device: Device
-    addresses_bytes: int  # generous: only addresses
-    read: Callable[[int], None]  # is told how many bytes of its files were
+    device: DevicePool
+    addresses_bytes: int  # for the weights; generous, for addresses cost no memory
+    read: Callable[[int], None]  # called with the number of bytes read from the model's files
     home: Home = field(init=False)
     kv: KvRegion = field(init=False)
 
     def release(self) -> None:
-        """The build failed: what was reserved so far goes back."""
+        """Release the reservations made so far, after a failed build."""
         if hasattr(self, "home"):
             self.home.leave()
         if hasattr(self, "kv"):
@@ -69,11 +72,11 @@ class Building:
 
 
 building: ContextVar[Building] = ContextVar("building")
-_compiled: set[tuple[tuple[int, ...], torch.dtype]] = set()  # products that oneDNN has kernels for
+_compiled: set[tuple[tuple[int, ...], torch.dtype]] = set()  # shapes and types with kernels of oneDNN compiled before
 
 
 class PooledWorker(Worker):
-    """Named in the engine's settings; vLLM makes it."""
+    """A worker over the runtime's memory. The engine's settings name the class, and vLLM constructs the worker."""
 
     def init_device(self) -> None:
         self.distributed_init_method = ranks.vllm_meets() or self.distributed_init_method
@@ -83,27 +86,29 @@ class PooledWorker(Worker):
             PooledRunner.take_over(self.model_runner)
 
     def take_up(self, request: Request, generator_state: bytes) -> None:
-        """Be ready to go on with a request that was begun elsewhere. A GPU's runner hears of it when it runs."""
+        """Prepare to continue a request begun elsewhere. A runner for GPUs is told of the request at the next step."""
         if isinstance(self.model_runner, PooledRunner):
             self.model_runner.take_up(request, generator_state)
         else:
             assert self.use_v2_model_runner, "vLLM's old runner for GPUs can't go on with what it did not begin"
 
     def generator_state(self, id: str) -> bytes:
-        """What `take_up` needs to know elsewhere, beside the tokens; empty where that is nothing."""
+        """State of the request's random generator, for `take_up` elsewhere; empty if tokens alone suffice."""
         return self.model_runner.generator_state(id) if isinstance(self.model_runner, PooledRunner) else b""
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         now = building.get()
         now.home = Home(now.device.reserve(now.addresses_bytes))
-        rotary_embedding._ROPE_DICT.clear()  # else models of equal shape share these tables, and the first home
+        rotary_embedding._ROPE_DICT.clear()  # else models of equal shape would share tables in the first model's home
         with now.home.packing():
             super().load_model(load_dummy_weights=load_dummy_weights)
         _check_positions(self.model_runner.model, self.vllm_config.model_config.max_model_len)
-        now.home.take_in(self.model_runner.model)
+        now.home.found = tensors_of(self.model_runner.model)
 
     def determine_available_memory(self) -> int:
-        """Addresses for as many blocks as could ever be in use at once; whether there is memory is decided later."""
+        """Bytes of addresses for as many blocks as could ever be in use at once, at most the pool.
+
+        Whether the blocks get memory is decided later."""
         block_bytes = sum(spec.page_size_bytes for spec in self.model_runner.get_kv_cache_spec().values())
         stats = building.get().device.stats()
         return min(stats.pages_total * stats.page_bytes, block_bytes * _blocks(self.vllm_config))
@@ -142,11 +147,11 @@ def _check_positions(model: torch.nn.Module, max_model_len: int) -> None:
 
 
 def _have_expert_group() -> None:
-    """Make vLLM's expert-parallel group where the process has none.
+    """Make vLLM's expert-parallel group if the process has none.
 
-    vLLM makes that group for the first model of a process, and only if this model is a mixture of experts. A runtime's
-    first model is the dense toy of the self-check, and mixtures that come later ask for the group. All ranks of a world
-    are one group, as vLLM has it without data parallelism; every rank must call this function at the same point."""
+    vLLM makes the group for the first model of a process, and only if the model is a mixture of experts. A runtime's
+    first model is the dense toy of the self-check, and mixtures deployed later ask for the group. All ranks of a world
+    are one group, as in vLLM without data parallelism; every rank must call the function at the same point."""
     if parallel_state._EP is not None:
         return
     world = parallel_state.get_world_group()
@@ -159,13 +164,13 @@ def _have_expert_group() -> None:
 
 
 def _blocks(config: VllmConfig) -> int:
-    """The null block, and for each request of a full batch a context of full length."""
+    """Number of blocks: the null block, and blocks for a context of full length for each request of a full batch."""
     longest = -(-config.model_config.max_model_len // config.cache_config.block_size)
     return 1 + config.scheduler_config.max_num_seqs * longest
 
 
 class _KvAllocation(TorchFunctionMode):
-    """In place of the one buffer that vLLM allocates for all KV cache: the region."""
+    """Within the context, vLLM's allocation of the buffer for the whole KV cache returns the region instead."""
 
     def __init__(self, kv: KvRegion) -> None:
         super().__init__()
@@ -190,18 +195,20 @@ class _KvAllocation(TorchFunctionMode):
 
 
 class Home:
-    """The reservation of one model's weights while it fills up, from the front."""
+    """The reservation of one model's weights, filled from the front."""
 
     def __init__(self, reservation: Reservation) -> None:
         self.reservation = reservation
         self.used = 0
         self.layout: list[tuple[int, int]] = []  # (offset, bytes) of each piece, in order
-        self._ready = 0  # bytes, from the front, that are there while building
-        self._packed: set[int] = set()  # addresses that oneDNN will free one day
+        self._ready = 0  # bytes from the front that have memory during the build
+        self._packed: set[int] = set()  # addresses that oneDNN will free some day
         self._left = False
+        self.found: list[torch.Tensor] = []  # tensors of the model as loaded by vLLM: `take_in` moves the tensors
+        self._old: list[torch.UntypedStorage] = []  # overwritten storages of moved tensors
 
     def place(self, size: int) -> int:
-        """The offset of so many bytes."""
+        """Allocate `size` bytes; returns the offset. Raises EngineError if the reservation is too small."""
         offset = -(-self.used // ALIGNMENT) * ALIGNMENT
         if offset + size > self.reservation.bytes:
             raise EngineError(
@@ -220,7 +227,7 @@ class Home:
 
     @contextlib.contextmanager
     def packing(self) -> Iterator[None]:
-        """What oneDNN packs meanwhile is packed into this home."""
+        """Within the context, oneDNN packs weights into this home."""
         if not current_platform.is_cpu() or not ops._supports_onednn:
             yield
             return
@@ -239,17 +246,17 @@ class Home:
             # The handler of an int8 product keeps the address of the weights' scales, not the tensor.
             args = tuple(self._settled(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
             if (shape := (tuple(weight.shape), weight.dtype)) not in _compiled:
-                create(weight, *args, **kwargs)  # compiles: what that allocates must not be taken for weights
+                create(weight, *args, **kwargs)  # compiles: memory of the compiler must not be taken for weights
                 _compiled.add(shape)
             size = weight.numel() * weight.element_size()
             if size < PACKED_LEAST:
-                raise RuntimeError(f"{size} bytes are not worth packing")  # vLLM takes a plain product then
+                raise RuntimeError(f"{size} bytes are not worth packing")  # vLLM then takes a plain product
             most = int(size * PACKED_MOST) + (1 << 16)
             before = self.used, len(self.layout)
             address = self.reservation.address + self.place(most)
             with native.capture(size, most, address, TILE_BYTES) as captured:
                 handler = create(weight, *args, **kwargs)
-            if not captured.bytes:  # vLLM falls back to a plain product then, with the weight as it is
+            if not captured.bytes:  # vLLM then takes a plain product with the unpacked weight
                 self.used = before[0]
                 del self.layout[before[1] :]
                 raise RuntimeError(f"oneDNN packed {size} bytes where they can't be moved")
@@ -262,49 +269,71 @@ class Home:
         return create_here
 
     def _settled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of the tensor, at an address in this home that stays the tensor's for as long as the model lives."""
+        """A copy of the tensor in this home; the address stays the tensor's while the model lives."""
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         here = as_tensor(self.reservation, self.place(flat.nbytes), flat.nbytes)
         here.copy_(flat)
         return here.view(tensor.dtype).view(tensor.shape)
 
-    def take_in(self, model: torch.nn.Module) -> None:
-        """Move every tensor of the model here that is not here yet."""
+    def take_in(self) -> None:
+        """Move every tensor found in the model into this home.
+
+        The old memory of a tensor is overwritten with bytes that are no number. If any part of the model still points
+        to the old memory, the model's answers change at once, and not only when the memory is used again."""
         by_storage: dict[int, list[torch.Tensor]] = {}
-        for tensor in tensors_of(model):
+        for tensor in self.found:
             if tensor.numel():
                 by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        self.found = []
         with torch.no_grad():
             for tensors in by_storage.values():
-                self._move(tensors)
+                self._leave_behind(self._move(tensors))
 
-    def _move(self, tensors: list[torch.Tensor]) -> None:
-        """Tensors of one storage keep sharing it."""
+    def _move(self, tensors: list[torch.Tensor]) -> torch.UntypedStorage:
+        """Move tensors of one storage; the tensors go on sharing a storage. Returns the old storage."""
         storage = tensors[0].untyped_storage()
         offset = self.place(storage.nbytes())
         home = as_tensor(self.reservation, offset, storage.nbytes())
-        home.copy_(torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(storage))
+        home.copy_(_bytes_of(storage))
         for tensor in tensors:
             start = tensor.storage_offset() * tensor.element_size()
             flat = home[start:] if start else home
             usable = flat.numel() // tensor.element_size() * tensor.element_size()
             tensor.data = flat[:usable].view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+        return storage
+
+    def _leave_behind(self, storage: torch.UntypedStorage) -> None:
+        """Overwrite an old storage held by no tensor. Up to OLD_BYTES_MOST bytes of old storages are kept until
+        `forget_old`, lest the memory be used again before the model is asked."""
+        if torch._C._storage_Use_Count(storage._cdata) != 1:
+            return  # a tensor not found in the model uses the storage
+        _bytes_of(storage).fill_(NO_NUMBER)
+        if storage.nbytes() + sum(old.nbytes() for old in self._old) <= OLD_BYTES_MOST:
+            self._old.append(storage)
+
+    def forget_old(self) -> None:
+        """Free the old storages: the model has been asked since the tensors moved."""
+        self._old = []
 
     def settle(self) -> None:
-        """All is in an image: what was needed while building goes back to the machine."""
+        """Give memory lent for the build back to the machine: an image holds the weights."""
         if self._ready:
             take_back(self.reservation, 0, self._ready)
             self._ready = 0
 
     def leave(self) -> None:
-        """The model is going: the addresses are given back when the last of it is gone."""
+        """Give the reservation back, once oneDNN has freed the last packed weight: the model is closed."""
         self.settle()
+        self.forget_old()
+        self.found = []
         self._left = True
         if not self._packed:
             self.reservation.release()
 
     def _then_forget(self, free: Callable[[int], None], address: int) -> Callable[[int], None]:
-        """oneDNN frees what it packed; the library lets that pass for as long as it knows the address."""
+        """A destructor for packed weights at `address`: calls `free`, then makes the memory library forget the address.
+
+        While the library knows the address, a free of the address has no effect."""
 
         def free_and_forget(handler: int) -> None:
             free(handler)
@@ -317,16 +346,16 @@ class Home:
 
 
 def as_tensor(reservation: Reservation, offset: int, size: int) -> torch.Tensor:
-    """Bytes of a reservation, mapped or not, as a tensor of uint8."""
+    """Bytes of a reservation, with or without pages, as a tensor of uint8."""
     if reservation.device.backend is native.Backend.HOST:
         return torch.frombuffer(reservation.view(offset, size), dtype=torch.uint8)
-    # With an index, torch does not ask the driver which device has the address: below it there may be no page yet.
+    # Without an index, torch would ask the driver for the address's device, and the address may have no page yet.
     device = f"cuda:{torch.cuda.current_device()}"
     return torch.as_tensor(_CudaBytes(reservation.address + offset, size), device=device)
 
 
 class _CudaBytes:
-    """Device memory as CuPy and torch hand it to each other."""
+    """Device memory in the form in which CuPy and torch exchange arrays."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -338,26 +367,30 @@ class _CudaBytes:
         }
 
 
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 def _install_capture() -> None:
-    """For vLLM's compiled CPU kernels, of the instruction set it chose."""
+    """Install capture in vLLM's CPU kernels of the instruction set chosen by vLLM. Raises EngineError and PoolError."""
     current_platform.import_kernels()
     for path in Path(vllm.__file__).parent.glob("_C*.so"):
         try:
             return native.capture_install(str(path))
         except native.PoolError as error:
-            if error.code is not native.Code.STATE:  # that is another instruction set's, which is not loaded
+            if error.code is not native.Code.STATE:  # STATE: kernels of another instruction set, not loaded
                 raise
     raise EngineError("vLLM's CPU kernels are not loaded")
 
 
 def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Every tensor that the model holds: parameters, buffers, attributes, and what its layers' functions enclose."""
+    """Every tensor held by the model: parameters, buffers, attributes, and tensors enclosed by layers' functions."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     todo: list[Any] = [vars(module) for module in model.modules()]
     while todo:
         item = todo.pop()
-        if id(item) in seen or isinstance(item, torch.nn.Module):  # modules are in the list by themselves
+        if id(item) in seen or isinstance(item, torch.nn.Module):  # the list holds every module already
             continue
         seen.add(id(item))
         match item:
@@ -370,7 +403,7 @@ def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
             case FunctionType():
                 todo += inspect.getclosurevars(item).nonlocals.values()
             case ops.CPUDNNLGEMMHandler():
-                pass  # its tensor holds no weights but the address of an object of this process
+                pass  # the handler's tensor holds no weights: only the address of an object of this process
             case _ if type(item).__module__.startswith("vllm.") and not type(item).__module__.startswith("vllm.config"):
                 todo += list(getattr(item, "__dict__", {}).values())
     return list(found.values())

@@ -1,15 +1,15 @@
-"""The host's cache of model images: each made once, shared by all runtimes of a node, the least recently used evicted.
+"""The host cache of model images: shared by a node's runtimes, each image made once, least recently used evicted.
 
-An image is a model's weights as its engine has them after post-processing: one run of bytes, laid out as in the
-engine's reservation. All runtimes map one file of bounded size; the same file takes the KV blocks of parked requests.
+An image is the weights of a model after the engine's post-processing: a run of bytes, laid out as in the engine's
+reservation. All runtimes map one file of bounded size; the file also takes the KV blocks of parked requests.
 
-    index, 2 MiB: magic, version, which copy holds, copy 0, copy 1
-    runs of whole folios: image, then what is known of it │ parked blocks of one runtime │ free
+    index, 2 MiB: magic, version, number of the valid copy, copy 0, copy 1
+    runs of whole folios: image, then notes on the image │ parked blocks of one runtime │ free
 
-The index is read and written whole under a lock between processes. The copy that does not hold is written, then one
-byte turns to it: a process that is killed at any moment leaves a whole index. A runtime holds the lock of a byte that
-is its own for as long as it lives; pins and unfinished images of a runtime whose lock is free are dropped by the next
-that comes along.
+The index is read and written whole, under a lock between processes. A change writes the invalid copy, then a byte that
+makes the copy valid: a process killed at any moment leaves a whole index. While a runtime lives, the runtime holds the
+lock of a byte of its own. If that lock is free, the next runtime to change the index drops the dead runtime's pins,
+unfinished images and parked blocks.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from types import TracebackType
 
 import msgspec
 
-from runtime.memory.index import (
+from runtime.core.host_index import (
     FOLIO_BYTES,
     INDEX_BYTES,
+    FolioRun,
     Index,
     Range,
-    Run,
-    State,
+    RunState,
     best_fit,
     fit_blocks,
     whole_folios,
 )
-from runtime.memory.native import Cache, Code, PoolError
-from runtime.memory.slabs import Extent, Hold, Slabs
+from runtime.memory.native import CacheMemory, Code, PoolError
+from runtime.memory.slabs import Extent, HostBlockHold, Slabs
 
-RUNS_MOST = 4096  # no more blocks are parked then: so many runs of up to 200 bytes fit into half of the index
+RUNS_MOST = 4096  # runs beyond which no blocks are parked: 4096 runs of up to 200 bytes fit into half of the index
 META_MOST = (1 << 20) - 4096  # bytes
-NOTES_BYTES = META_MOST + 4096  # behind each image, for meta and checksums: room is asked for before they are known
+NOTES_BYTES = META_MOST + 4096  # room behind each image for meta and checksums, asked for before both are known
 SAMPLE_BYTES = 64 << 10
 SAMPLES_MOST = 256  # 16 MiB to read, about 10 ms
-LOCK_S = 10.0  # the index is held for microseconds, or for the tens of milliseconds that giving back memory takes
+LOCK_S = 10.0  # the index is locked for microseconds, or for tens of milliseconds while memory is given back
 MAKING_S = 600.0
 POLL_S = 0.02
 
@@ -57,11 +57,11 @@ _TURN_AT = _MAGIC.size
 _COPIES_AT = (4096, 4096 + (INDEX_BYTES - 4096) // 2)
 _LENGTH = struct.Struct("<I")
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux, 64 bits: type, whence, start, length, pid
-_INDEX_LOCK, _MEMBER_LOCKS = 0, 1  # bytes that stand for a lock; that the index lies there as well means nothing
+_INDEX_LOCK, _MEMBER_LOCKS = 0, 1  # offsets of bytes that stand for locks, unrelated to the index at these offsets
 
 
 class HostCacheFull(Exception):
-    """There is no room, also when every image that nobody uses is evicted."""
+    """The host cache has no room, even if every unused image is evicted."""
 
     def __init__(self, asked_bytes: int, index: Index) -> None:
         held = [run for run in index.runs if run.pins]
@@ -75,31 +75,31 @@ class HostCacheFull(Exception):
             f"an image takes {_mib(asked_bytes)} MiB, and the host cache of {_mib(self.total_bytes)} MiB has no room: "
             f"{_mib(free_bytes)} MiB are free, {_mib(self.largest_bytes)} MiB in one piece if all images go that "
             f"nobody uses; processes {', '.join(map(str, pids)) or '(none)'} use {_mib(self.held_bytes)} MiB, of it "
-            f"{_mib(index.bytes_of(State.PARKED))} MiB for parked requests: raise STACCATO_HOST_CACHE or place fewer "
-            "models here"
+            f"{_mib(index.bytes_of(RunState.PARKED))} MiB for parked requests: raise STACCATO_HOST_CACHE or place "
+            "fewer models here"
         )
 
 
 class ImageBusy(Exception):
-    """Another runtime makes this image and does not come to an end."""
+    """Another runtime makes the image, and takes longer than the caller waits."""
 
 
 class HostCacheStuck(Exception):
-    """Another runtime holds the index and does not go on."""
+    """Another runtime holds the lock of the index for more than LOCK_S seconds."""
 
 
 class HostCacheMismatch(Exception):
-    """The file is not a host cache, or of another version."""
+    """The file is not a host cache, or has another version."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageKey:
-    """All that decides the bytes of an image. `engine` is name, version and the settings that change a layout."""
+    """Everything that decides the bytes of an image. `engine`: name, version and settings that change the layout."""
 
     digest: str  # of the artefact
     engine: str
     dtype: str
-    shard: str  # which part of the weights it is, of how many
+    shard: str  # part of the weights, and number of parts: "0/2"
     architecture: str  # of the device
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class ImageKey:
 
 @dataclass(frozen=True, slots=True)
 class HostCacheStats:
-    """Of the node: all runtimes together. total = images + parked + free; `pinned_bytes` are part of the images."""
+    """Use of the host cache by all runtimes of a node. total = images + parked + free; pinned images are images too."""
 
     total_bytes: int
     image_bytes: int
@@ -123,44 +123,46 @@ class HostCacheStats:
 
 
 class Notes(msgspec.Struct, frozen=True):
-    """What lies behind an image."""
+    """Notes on an image, stored behind the image."""
 
-    checksums: list[int]
-    meta: bytes
+    checksums: list[int]  # one for each sample of the image
+    meta: bytes  # the engine's own, given to `Making.seal`
 
 
 class Images:
-    """One runtime's door to the host cache. Thread-safe; close it when no transfer uses it any more."""
+    """A runtime's access to the host cache. Thread-safe; close when no transfer uses the cache any more."""
 
-    def __init__(self, cache: Cache, kept_bytes: int = 0) -> None:
+    def __init__(self, cache: CacheMemory, kept_bytes: int = 0) -> None:
         self.cache = cache
-        self._kept_bytes = kept_bytes  # the most of parked memory that is kept while it is empty
-        self._empty: dict[int, tuple[Slabs, Extent]] = {}  # by offset, the one that is longest so first
+        self._kept_bytes = kept_bytes  # most memory for parked blocks kept while empty
+        self._empty: dict[int, tuple[Slabs, Extent]] = {}  # empty extents by offset, the longest empty first
         self._locks = _Locks(cache.fd)
         self._view = cache.view(0, INDEX_BYTES)
         self._closed = False
         self._member = next(member for member in range(1 << 16) if self._locks.take(_MEMBER_LOCKS + member))
         with self._change() as index:
-            index.forget([self._member])  # of one who had this number and died
+            index.forget([self._member])  # pins of a dead runtime with equal number
             index.members[self._member] = os.getpid()
             self.life = index.begin(self._member)
 
     @classmethod
     def create(cls, cache_bytes: int, kept_bytes: int = 0) -> Images:
-        """A new cache, of at most so many bytes with its index; other processes open it by `fd`.
+        """Make a new cache; other processes open the cache by `fd`.
 
-        Memory for parked requests is dear to get: up to `kept_bytes` of it are kept by this runtime while empty."""
+        Args:
+            cache_bytes: the most bytes of the cache, the index included; rounded down to whole folios.
+            kept_bytes: memory for parked requests is dear to get, so up to `kept_bytes` are kept while empty."""
         size = cache_bytes // FOLIO_BYTES * FOLIO_BYTES
         if size <= INDEX_BYTES:
             raise ValueError(
                 f"a host cache of {cache_bytes} bytes holds nothing: set STACCATO_HOST_CACHE to "
                 f"{_mib(INDEX_BYTES + FOLIO_BYTES)} MiB or more"
             )
-        return cls(_begin(Cache(size)), kept_bytes)
+        return cls(_begin(CacheMemory(size)), kept_bytes)
 
     @classmethod
     def open(cls, fd: int, kept_bytes: int = 0) -> Images:
-        """The cache of another process, or an empty file to be one; `fd` stays the caller's to close.
+        """Open the cache of another process, or begin a cache in a file of zeroes. The caller closes `fd` later.
 
         Raises HostCacheMismatch."""
         size = os.fstat(fd).st_size // FOLIO_BYTES * FOLIO_BYTES
@@ -172,7 +174,7 @@ class Images:
                     f"file {fd} begins with {found}, a host cache with {_MAGIC_VALUE}: start all runtimes of a node "
                     "from one release"
                 )
-            cache = Cache(size, fd)
+            cache = CacheMemory(size, fd)
             if found == _BLANK:
                 _begin(cache)
         locks.close()
@@ -183,10 +185,10 @@ class Images:
         return self.cache.fd
 
     def find(self, key: ImageKey) -> Image | None:
-        """Pinned until it is released."""
+        """The image with a key, pinned until released; None if the cache has no finished image."""
         with self._change() as index:
             run = index.image(str(key))
-            if run is None or run.state is not State.READY:
+            if run is None or run.state is not RunState.READY:
                 index.misses += 1
                 return None
             index.hits += 1
@@ -194,20 +196,21 @@ class Images:
         return self._image(run)
 
     def make(self, key: ImageKey, image_bytes: int, wait_s: float = MAKING_S) -> Image | Making:
-        """Room to make the image in, or the image if there is one.
+        """Get room to make an image in, or the image, pinned, if the cache has the image.
 
-        Waits while another makes the same: a second copy would cost the room of a model and as much time. Takes over
-        from one that died or gave up. Raises HostCacheFull, ImageBusy, PoolError when the machine has no memory."""
+        Waits while another runtime makes the image: a second copy would cost the room of a model and as much time.
+        Takes over if the other runtime dies or gives up. Raises HostCacheFull, ImageBusy after `wait_s` seconds, and
+        PoolError if the machine has no memory."""
         deadline = time.monotonic() + wait_s
         while (run := self._claim(str(key), image_bytes, deadline)) is None:
             time.sleep(POLL_S)
         if run.image_bytes != image_bytes:
-            self._release(run.offset)
+            self.release(run.offset)
             raise ValueError(
                 f"the image of {key.digest} has {run.image_bytes} bytes, {image_bytes} are expected: something that "
                 "decides its layout is missing in its key"
             )
-        if run.state is State.READY:
+        if run.state is RunState.READY:
             return self._image(run)
         making = Making(self, run)
         try:
@@ -218,30 +221,31 @@ class Images:
         return making
 
     def discard(self, key: ImageKey) -> bool:
-        """Nobody finds the image any more; its memory is free when it is used no longer. False if there is none."""
+        """Hide an image from `find`; the memory is free once no runtime uses the image. False if no image was found."""
         with self._change() as index:
             run = index.image(str(key))
-            if run is None or run.state is not State.READY:
+            if run is None or run.state is not RunState.READY:
                 return False
-            run.state = State.DISCARDED
+            run.state = RunState.DISCARDED
             index.sweep()
         return True
 
-    def hold(self, blocks: Iterable[int], block_bytes: int, life: int) -> Hold | None:
-        """What the member with this `life` parked there stays until the hold is released, also when it dies. None if it
-        is dead already, or has nothing there: then it may be anybody's."""
+    def hold(self, blocks: Iterable[int], block_bytes: int, life: int) -> HostBlockHold | None:
+        """Pin blocks parked by the member with the life `life`, until the hold is released, even if the member dies.
+
+        Returns None if the member is dead, or did not park every block: the blocks may belong to any runtime then."""
         with self._change() as index:
             runs = index.parked([(block * block_bytes, (block + 1) * block_bytes) for block in blocks], life)
             if runs is None:
                 return None
             for run in runs:
                 index.pin(run, self._member)
-        return Hold(self, [run.offset for run in runs])
+        return HostBlockHold(self, [run.offset for run in runs])
 
     def stats(self) -> HostCacheStats:
         with self._change() as index:
-            images = [run for run in index.runs if run.state is not State.PARKED]
-            total, parked = index.end - INDEX_BYTES, index.bytes_of(State.PARKED)
+            images = [run for run in index.runs if run.state is not RunState.PARKED]
+            total, parked = index.end - INDEX_BYTES, index.bytes_of(RunState.PARKED)
             stored = sum(run.bytes for run in images)
             return HostCacheStats(
                 total_bytes=total,
@@ -256,7 +260,9 @@ class Images:
             )
 
     def close(self) -> None:
-        """What this runtime pinned, makes or parked is let go. Views end here: touching one ends the process."""
+        """Let go of pins, unfinished images and parked blocks of this runtime, and close the cache.
+
+        Touching a view of the cache afterwards ends the process."""
         with self._change() as index:
             index.forget([self._member])
         self._closed = True
@@ -265,16 +271,18 @@ class Images:
 
     # ── for Image, Making and Slabs ───────────────────────────────────────────────────────────────────────────────────
 
-    def _image(self, run: Run) -> Image:
+    def _image(self, run: FolioRun) -> Image:
         notes = self.cache.view(_notes_at(run), run.notes_bytes)
         return Image(self, run, msgspec.msgpack.decode(notes, type=Notes))
 
-    def _claim(self, key: str, image_bytes: int, deadline: float) -> Run | None:
-        """The image, pinned: READY, or MAKING and ours. None while it is another's."""
+    def _claim(self, key: str, image_bytes: int, deadline: float) -> FolioRun | None:
+        """The image's run, pinned: a finished image (READY), or room for this runtime to make the image (MAKING).
+
+        Returns None while another runtime makes the image. Raises HostCacheFull, and ImageBusy after `deadline`."""
         size = whole_folios(image_bytes + NOTES_BYTES)
         with self._change() as index:
             run = index.image(key)
-            if run and run.state is State.MAKING:
+            if run and run.state is RunState.MAKING:
                 if time.monotonic() < deadline:
                     return None
                 maker = index.members[next(iter(run.pins))]
@@ -288,12 +296,12 @@ class Images:
                     ranges = index.allocate(lambda gaps: best_fit(gaps, size))
                 if not ranges:
                     raise HostCacheFull(size, index)
-                run = Run(ranges[0].start, size, State.MAKING, {}, key, image_bytes)
+                run = FolioRun(ranges[0].start, size, RunState.MAKING, {}, key, image_bytes)
                 index.runs.append(run)
             index.pin(run, self._member)
             return run
 
-    def _seal(self, run: Run, meta: bytes) -> Image:
+    def _seal(self, run: FolioRun, meta: bytes) -> Image:
         if len(meta) > META_MOST:
             raise ValueError(f"{len(meta)} bytes of meta for an image, at most {META_MOST} are kept")
         checksums = [zlib.crc32(self.cache.view(*sample)) for sample in _samples(run.offset, run.image_bytes)]
@@ -301,48 +309,48 @@ class Images:
         self.cache.view(_notes_at(run), len(notes))[:] = notes
         with self._change() as index:
             run = index.at(run.offset)
-            run.state, run.notes_bytes = State.READY, len(notes)
+            run.state, run.notes_bytes = RunState.READY, len(notes)
         return self._image(run)
 
-    def _release(self, offset: int) -> None:
-        if self._closed:  # all pins went with it
+    def release(self, offset: int) -> None:
+        if self._closed:  # `close` dropped all pins
             return
         with self._change() as index:
             index.unpin(index.at(offset), self._member)
 
-    def _park(self, blocks: int, block_bytes: int) -> list[Range]:
-        """Memory for so many blocks, in one piece or several; none if there is not enough."""
+    def lend(self, blocks: int, block_bytes: int) -> list[Range]:
+        """Allocate memory for `blocks` blocks, in one range or several; returns [] if there is too little memory."""
         with self._change() as index:
             ranges = index.allocate(lambda gaps: fit_blocks(gaps, blocks, block_bytes))
             if not ranges and self._drop_empty(index):
                 ranges = index.allocate(lambda gaps: fit_blocks(gaps, blocks, block_bytes))
             if len(index.runs) + len(ranges) > RUNS_MOST:
                 return []
-            index.runs += [Run(r.start, r.bytes, State.PARKED, {self._member: 1}) for r in ranges]
+            index.runs += [FolioRun(r.start, r.bytes, RunState.PARKED, {self._member: 1}) for r in ranges]
         try:
             for range_ in ranges:
                 self.cache.commit(range_.start, range_.bytes)
         except BaseException as error:
             for range_ in ranges:
-                self._release(range_.start)
+                self.release(range_.start)
             if isinstance(error, PoolError) and error.code is Code.NO_MEMORY:
                 return []
             raise
         return ranges
 
-    def _keep(self, slabs: Slabs, extent: Extent) -> None:
-        """It is empty: kept, for as long as no younger one takes its place."""
+    def keep_empty(self, slabs: Slabs, extent: Extent) -> None:
+        """Keep an empty extent; the extents empty for longest go if more than `kept_bytes` are kept."""
         self._empty[extent.offset] = slabs, extent
         while self._empty and sum(old.bytes for _, old in self._empty.values()) > self._kept_bytes:
             slabs, oldest = self._empty.pop(next(iter(self._empty)))
             slabs.lose(oldest)
-            self._release(oldest.offset)
+            self.release(oldest.offset)
 
-    def _use(self, extent: Extent) -> None:
+    def use_again(self, extent: Extent) -> None:
         self._empty.pop(extent.offset, None)
 
     def _drop_empty(self, index: Index) -> bool:
-        """Room is short: what this runtime keeps empty goes; whether there was any."""
+        """Free this runtime's empty extents, for room is short. Returns whether there was any empty extent."""
         empty, self._empty = self._empty, {}
         for slabs, extent in empty.values():
             slabs.lose(extent)
@@ -351,7 +359,9 @@ class Images:
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[Index]:
-        """The index, under its lock; written if all goes well, and then memory that belongs to nobody is given back."""
+        """The index, locked. On leaving without an error, the index is written, and memory of removed runs given back.
+
+        Also drops the members that have died."""
         with self._locks.index():
             index = _read_index(self._view)
             before = index.runs
@@ -365,9 +375,9 @@ class Images:
 
 
 class Image:
-    """Weights that stay where they are until `release`, also when the image is discarded meanwhile."""
+    """A pinned image: the weights stay in place until `release`, even if the image is discarded meanwhile."""
 
-    def __init__(self, images: Images, run: Run, notes: Notes) -> None:
+    def __init__(self, images: Images, run: FolioRun, notes: Notes) -> None:
         self.offset = run.offset
         self.bytes = run.image_bytes
         self.meta = notes.meta
@@ -380,19 +390,19 @@ class Image:
         return self._images.cache.view(self.offset, self.bytes).toreadonly()
 
     def sample(self, number: int) -> bool:
-        """Whether one of the samples, counted round, is what it was when the image was sealed. Tens of microseconds."""
+        """Whether a sample is unchanged since `seal`; takes tens of microseconds. `number` counts round."""
         samples = _samples(self.offset, self.bytes)
         number %= len(samples)
         return zlib.crc32(self._images.cache.view(*samples[number])) == self._checksums[number]
 
     def verify(self) -> bool:
-        """Whether all samples are; of an image up to 16 MiB that is every byte."""
+        """Whether all samples are unchanged since `seal`. The samples of an image up to 16 MiB cover every byte."""
         return all(self.sample(number) for number in range(len(self._checksums)))
 
     def release(self) -> None:
         if not self._released:
             self._released = True
-            self._images._release(self.offset)
+            self._images.release(self.offset)
 
     def __enter__(self) -> Image:
         return self
@@ -402,20 +412,22 @@ class Image:
 
 
 class Making:
-    """Room for an image. Left without `seal` it is abandoned."""
+    """Room for an image to be made. Leaving the context without `seal` abandons the image."""
 
-    def __init__(self, images: Images, run: Run) -> None:
+    def __init__(self, images: Images, run: FolioRun) -> None:
         self.offset = run.offset
         self.bytes = run.image_bytes
         self._images = images
-        self._run: Run | None = run
+        self._run: FolioRun | None = run
 
     @property
     def view(self) -> memoryview:
         return self._images.cache.view(self.offset, self.bytes)
 
     def seal(self, meta: bytes) -> Image:
-        """The image is as it shall stay: from now on others find it. `meta` goes with it, META_MOST bytes at most."""
+        """Finish the image: from now on all runtimes find the image. `meta` is kept with it, at most META_MOST bytes.
+
+        Returns the image, pinned. Raises ValueError."""
         if self._run is None:
             raise ValueError("this image was sealed or abandoned before")
         image = self._images._seal(self._run, meta)
@@ -425,7 +437,7 @@ class Making:
     def abandon(self) -> None:
         if self._run:
             self._run = None
-            self._images._release(self.offset)
+            self._images.release(self.offset)
 
     def __enter__(self) -> Making:
         return self
@@ -435,11 +447,13 @@ class Making:
 
 
 class _Locks:
-    """Locks between processes, and threads of this one, that end with the open file description which holds them: when
-    this process dies, or the last of those it forked without an exec."""
+    """Locks between processes, and between threads of this process.
+
+    The locks end with the open file description: when this process has died, and every process forked from this process
+    without an exec."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # a description that no other shares
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # a description of its own
         self._threads = threading.Lock()
 
     @contextlib.contextmanager
@@ -466,7 +480,7 @@ class _Locks:
         return True
 
     def taken(self, byte: int) -> bool:
-        """By another."""
+        """Whether another process holds the lock of a byte."""
         found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
@@ -481,14 +495,14 @@ class _Locks:
 
 
 def _samples(offset: int, size: int) -> list[tuple[int, int]]:
-    """Offset and length of each: the first and the last bytes, and others spread evenly between."""
+    """Samples of an image as (offset, length): the first bytes, the last bytes, and bytes spread evenly between."""
     if size <= SAMPLE_BYTES:
         return [(offset, size)]
     count = min(SAMPLES_MOST, -(-size // SAMPLE_BYTES))
     return [(offset + number * (size - SAMPLE_BYTES) // (count - 1), SAMPLE_BYTES) for number in range(count)]
 
 
-def _notes_at(run: Run) -> int:
+def _notes_at(run: FolioRun) -> int:
     return run.offset + run.image_bytes
 
 
@@ -496,8 +510,8 @@ def _mib(size: int) -> str:
     return f"{round(size / (1 << 20), 2):.12g}"
 
 
-def _begin(cache: Cache) -> Cache:
-    """Write an empty index into it; the magic last."""
+def _begin(cache: CacheMemory) -> CacheMemory:
+    """Write an empty index into the cache, the magic last. Returns the cache."""
     view = cache.view(0, INDEX_BYTES)
     _write_index(view, Index(cache.bytes))
     _MAGIC.pack_into(view, 0, *_MAGIC_VALUE)

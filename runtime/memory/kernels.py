@@ -1,6 +1,7 @@
-"""KV blocks of many small pieces, packed into one buffer by the GPU and back, so that they cross the link as one copy.
+"""Kernels to pack KV blocks of many small pieces into a buffer on the GPU, and to unpack the buffer.
 
-The kernels are csrc/kernels.cu, compiled at their first use by NVRTC, through CuPy.
+A packed buffer crosses the link to the host as one copy. The kernels are csrc/kernels.cu, compiled at first use by
+NVRTC, through CuPy.
 """
 
 from __future__ import annotations
@@ -10,34 +11,37 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runtime.memory.native import Backend, Cache, Code, Piece, PoolError, Reservation
+from runtime.memory.native import Backend, CacheMemory, Code, Piece, PoolError, Reservation
 
 SOURCE = Path(__file__).parents[2] / "csrc/kernels.cu"
 THREADS = 256
-WORD_BYTES = 16  # what a thread moves at once
-PIECES_MOST = 65_535  # the second dimension of a grid
+WORD_BYTES = 16  # moved by a thread at once
+PIECES_MOST = 65_535  # limit of a grid's second dimension
 
 
 class CupyMissing(Exception):
-    """CuPy compiles and launches the kernels, and this Python has none."""
+    """CuPy is not installed: CuPy compiles and launches the kernels."""
 
 
 def gather(
-    source: Reservation, packed: Reservation | Cache, pieces: Sequence[Piece], blocks: Sequence[int], stream: int
+    source: Reservation, packed: Reservation | CacheMemory, pieces: Sequence[Piece], blocks: Sequence[int], stream: int
 ) -> None:
-    """Put a kernel on a CUDA stream that packs these blocks of `source`.
+    """Put a kernel on a CUDA stream to pack the blocks `blocks` of `source` into `packed`.
 
-    Block i of the list goes to where host block i of `copy_blocks` would be, with `packed` as the host. That is memory
-    of the same device, or a pinned cache, which the kernel then writes over the link. All that it touches stays mapped
-    until it is over: `Device.stream_ticket` is what unmaps and copies wait for.
+    Block i of the list goes to the place of host block i in `Reservation.copy_blocks`, with `packed` as the host.
+    `packed` is memory of the device, or a pinned cache; the kernel writes into a cache over the link. Keep all memory
+    touched by the kernel mapped until the kernel is over: let unmaps and copies wait for a `Device.stream_ticket`.
+    Raises PoolError and CupyMissing.
     """
     _launch("gather_blocks", packed, source, pieces, blocks, stream)
 
 
 def scatter(
-    packed: Reservation | Cache, target: Reservation, pieces: Sequence[Piece], blocks: Sequence[int], stream: int
+    packed: Reservation | CacheMemory, target: Reservation, pieces: Sequence[Piece], blocks: Sequence[int], stream: int
 ) -> None:
-    """The way back of `gather`: what lies packed as block i goes to block `blocks[i]` of `target`."""
+    """Put a kernel on a CUDA stream to undo `gather`: packed block i goes to block `blocks[i]` of `target`.
+
+    Raises PoolError, also if a block has two sources, and CupyMissing."""
     if len(set(blocks)) < len(blocks):
         raise PoolError(Code.INVALID, f"{len(blocks)} blocks have only {len(set(blocks))} targets: name each one once")
     _launch("scatter_blocks", packed, target, pieces, blocks, stream)
@@ -45,7 +49,7 @@ def scatter(
 
 def _launch(
     kernel: str,
-    packed: Reservation | Cache,
+    packed: Reservation | CacheMemory,
     scattered: Reservation,
     pieces: Sequence[Piece],
     blocks: Sequence[int],
@@ -60,14 +64,14 @@ def _launch(
     if device.backend is not Backend.CUDA:
         raise PoolError(Code.UNSUPPORTED, "the host's memory has no kernels: use Reservation.copy_blocks")
     with cupy.cuda.Device(device.ordinal), cupy.cuda.ExternalStream(stream):
-        # CuPy takes the tables back when we let go of them, and gives them to nobody but later work of this stream.
+        # On return CuPy takes the tables' memory back, and gives the memory only to later work of this stream.
         table = cupy.asarray([_numbers(piece) for piece in pieces], "u8")
         arguments = (cupy.uint64(packed.address), cupy.uint64(scattered.address), table, cupy.asarray(blocks, "u4"))
         _compiled(device.ordinal, kernel)((len(blocks), len(pieces)), (THREADS,), arguments)
 
 
 def _numbers(piece: Piece) -> tuple[int, ...]:
-    """In the order of `Piece` in csrc/kernels.cu."""
+    """The piece's numbers in the order of `Piece` in csrc/kernels.cu."""
     return piece.device_offset, piece.device_stride, piece.host_offset, piece.host_stride, piece.bytes
 
 
@@ -82,7 +86,9 @@ def _check_pieces(pieces: Sequence[Piece]) -> None:
 
 
 def _check_bounds(packed_bytes: int, scattered_bytes: int, pieces: Sequence[Piece], blocks: Sequence[int]) -> None:
-    """A kernel that leaves its memory breaks the device's context for everybody in the process."""
+    """Check that the blocks lie inside both memories. Raises PoolError.
+
+    A kernel outside mapped memory would break the device's context for the whole process."""
     first, last = min(blocks), max(blocks)
     if first < 0:
         raise PoolError(Code.INVALID, f"there is no block {first}")
@@ -107,5 +113,5 @@ def _cupy() -> Any:
 
 @cache
 def _compiled(ordinal: int, kernel: str) -> Any:
-    """For the device that is current, which is number `ordinal`."""
+    """The compiled kernel for the current device; `ordinal`, the device's number, is only the key of the cache."""
     return _cupy().RawModule(code=SOURCE.read_text()).get_function(kernel)

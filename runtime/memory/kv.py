@@ -1,6 +1,7 @@
-"""The KV cache of one model as memory: addresses for all its blocks, pages for some of them.
+"""The KV cache of one model as memory: addresses for all blocks, pages for some blocks.
 
-A block's bytes, of all layers, lie together: block i at i * block_bytes. Which blocks belong to whom is not known here.
+The bytes of a block, of all layers, lie together: block i at i * block_bytes. A region does not know the requests that
+blocks belong to.
 """
 
 from __future__ import annotations
@@ -8,33 +9,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from runtime.memory.native import Cache, Device, Direction, Piece, PoolError, Ticket
+from runtime.memory.native import CacheMemory, DevicePool, Direction, Piece, PoolError, TransferTicket
 
-MAP_WAIT_S = 30.0  # for pages that are on their way back to the pool
+MAP_WAIT_S = 30.0  # longest wait for pages on the way back to the pool
 
 
 class KvRegion:
-    """`mapped` are the numbers of the pages that are there."""
+    """A reservation for a model's KV blocks. `mapped`: numbers of the mapped pages."""
 
-    def __init__(self, device: Device, block_bytes: int, blocks: int) -> None:
+    def __init__(self, device: DevicePool, block_bytes: int, blocks: int) -> None:
         self.block_bytes, self.blocks = block_bytes, blocks
         self.reservation = device.reserve(block_bytes * blocks)
         self.page_bytes = device.page_bytes
         self.pages_total = self.reservation.bytes // device.page_bytes
         self.mapped: set[int] = set()
-        # A block lies in the cache at its number times its size, whoever shares the cache.
+        # In the host cache, too, block i lies at i * block_bytes, whichever models share the cache.
         self._pieces = [Piece(0, block_bytes, 0, block_bytes, block_bytes)]
 
     def pages_of(self, block: int) -> range:
-        """The pages its bytes touch."""
+        """Numbers of the pages that the block's bytes touch."""
         return range(block * self.block_bytes // self.page_bytes, -(-(block + 1) * self.block_bytes // self.page_bytes))
 
     def pages_for(self, blocks: int) -> int:
-        """So many pages hold blocks 0 .. blocks - 1."""
+        """Number of pages needed to hold blocks 0 .. blocks - 1."""
         return -(-min(blocks, self.blocks) * self.block_bytes // self.page_bytes)
 
     def blocks_on(self, pages: Iterable[int]) -> list[int]:
-        """Blocks that touch any of these pages and have all of theirs mapped."""
+        """Blocks that touch any of the pages `pages` and have all pages mapped."""
         found: dict[int, None] = {}
         for page in sorted(pages):
             first = page * self.page_bytes // self.block_bytes
@@ -45,7 +46,9 @@ class KvRegion:
         return list(found)
 
     def map(self, count: int) -> list[int]:
-        """Blocks that came into being by so many more pages, the lowest; all pages or none. Raises PoolError."""
+        """Map the `count` lowest unmapped pages, all or none. Returns the blocks completed by the new pages.
+
+        Raises PoolError."""
         pages = self._lowest_unmapped(count)
         done: list[int] = []
         try:
@@ -59,15 +62,20 @@ class KvRegion:
         self.mapped.update(pages)
         return self.blocks_on(pages)
 
-    def unmap(self, pages: Sequence[int], after: Ticket | None = None) -> None:
-        """They leave when `after` and all copies that touch them are over."""
+    def unmap(self, pages: Sequence[int], after: TransferTicket | None = None) -> None:
+        """Unmap pages; returns at once. The pages leave when `after` and all copies that touch the pages are over."""
         self.mapped.difference_update(pages)
         for first, length in _runs(sorted(pages)):
             self.reservation.unmap(first * self.page_bytes, length * self.page_bytes, after)
 
     def copy(
-        self, cache: Cache, blocks: Sequence[int], host: Sequence[int], direction: Direction, after: Ticket | None
-    ) -> Ticket:
+        self,
+        cache: CacheMemory,
+        blocks: Sequence[int],
+        host: Sequence[int],
+        direction: Direction,
+        after: TransferTicket | None,
+    ) -> TransferTicket:
         return self.reservation.copy_blocks(cache, self._pieces, blocks, host, direction, after)
 
     def _lowest_unmapped(self, count: int) -> list[int]:
@@ -81,7 +89,7 @@ class KvRegion:
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, length) of neighbours in ascending numbers."""
+    """Runs of neighbours in ascending numbers, as (first, length)."""
     runs = []
     for _, group in groupby(enumerate(pages), lambda pair: pair[1] - pair[0]):
         run = [page for _, page in group]

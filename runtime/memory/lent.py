@@ -1,18 +1,18 @@
-"""Memory to build in, below addresses that have no pages yet: the model is loaded where its weights will be.
+"""Lent memory for building a model: memory at addresses without pages, so that weights load at the final addresses.
 
-On the host it is ordinary memory of the machine. A GPU has nothing else below an address than pages of the pool; then
-there must be enough free ones while a model is built.
+On the host, lent memory is ordinary memory of the machine. A GPU can put only pages of the pool below an address, so
+the pool must have enough free pages while a model is built.
 """
 
 from __future__ import annotations
 
-from runtime.memory.native import Backend, Cache, Direction, Reservation
+from runtime.memory.native import Backend, CacheMemory, Direction, Reservation
 
 WAIT_S = 60.0
 
 
 def lend(reservation: Reservation, offset: int, size: int) -> None:
-    """Raises PoolError."""
+    """Lend memory to `size` bytes of the reservation from `offset` on, until `take_back`. Raises PoolError."""
     if reservation.device.backend is Backend.HOST:
         reservation.scratch(offset, size, True)
     else:
@@ -26,8 +26,8 @@ def take_back(reservation: Reservation, offset: int, size: int) -> None:
         reservation.unmap(offset, size)
 
 
-def write_out(reservation: Reservation, size: int, cache: Cache, cache_offset: int) -> None:
-    """What was built, to the host."""
+def write_out(reservation: Reservation, size: int, cache: CacheMemory, cache_offset: int) -> None:
+    """Copy the first `size` bytes of a reservation, a built model's weights, into the cache at `cache_offset`."""
     if reservation.device.backend is Backend.HOST:
         cache.view(cache_offset, size)[:] = reservation.view(0, size)
     else:

@@ -1,6 +1,6 @@
-"""Bindings of csrc, the memory library: its handles as objects, its codes as exceptions, nothing decided here.
+"""Bindings of csrc, the memory library: handles as objects, error codes as exceptions, and no decisions.
 
-What each call does stands in csrc/staccato_memory.h. Every call lets go of the interpreter lock; none calls back.
+csrc/staccato_memory.h documents every call. A call releases the interpreter lock, and never calls back.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 
 LIBRARY = Path(__file__).parents[2] / "csrc/build/libstaccato_memory.so"
 ABI = 3
-MIXED = 0xFFFFFFFF  # the owner of a page that is being loaded, or whose load failed in the middle
+MIXED = 0xFFFFFFFF  # owner of a page being loaded, or of a page with a load failed in the middle
 
 
 class Code(IntEnum):
-    """Why a call failed."""
+    """Reasons of a failed call."""
 
     INVALID = -1
     NO_ADDRESSES = -2
@@ -36,7 +36,7 @@ class Code(IntEnum):
 
 
 class PoolError(Exception):
-    """The library refused or failed; the message names what, the numbers and the remedy."""
+    """A call of the memory library was refused or failed; the message names the call, the numbers and the remedy."""
 
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class PoolError(Exception):
 
 
 class LibraryMissing(Exception):
-    """The library is not built, or is another version than these bindings."""
+    """The memory library is not built, or has another version than the bindings."""
 
 
 class Backend(IntEnum):
@@ -64,8 +64,8 @@ class Direction(IntEnum):
     TO_HOST = 1
 
 
-class Operation(IntEnum):
-    """What the fault injector can fail."""
+class FaultPoint(IntEnum):
+    """Operations that the fault injector can let fail."""
 
     MAP = 0
     COPY = 1
@@ -74,7 +74,7 @@ class Operation(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of a model's image: where it belongs in the reservation and where it lies in the cache."""
+    """A stretch of a model's image: `bytes` bytes at `cache_offset` in the cache, for `offset` in the reservation."""
 
     offset: int
     cache_offset: int
@@ -83,7 +83,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One layer's share of a KV block: block i is `bytes` long, at offset + i * stride on each side."""
+    """A layer's share of KV blocks: the share of block i has `bytes` bytes, at offset + i * stride on each side."""
 
     device_offset: int
     device_stride: int
@@ -93,8 +93,9 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """`owner` is the reservation whose bytes are in it, also when it is free; 0: nobody's; MIXED: several owners'."""
+class PageInfo:
+    """A page of the pool. `owner`: the reservation with bytes in the page, even a free page; 0: no reservation; MIXED:
+    several reservations."""
 
     state: PageState
     owner: int
@@ -123,11 +124,11 @@ class Stats:
     copy_s: float
 
 
-class Device:
-    """One pool of pages. Close its reservations and the caches pinned to it first.
+class DevicePool:
+    """A pool of pages on a device. Release the reservations and close the pinned caches before closing the device.
 
-    `helpers` are other CUDA devices, by ordinal, over whose links to the host a part of every load comes (Prism, 5.2);
-    each keeps `relay_bytes` for what passes through it."""
+    `helpers`: other CUDA devices, by ordinal. A part of every load comes over the links between host and helpers
+    (Prism, 5.2); each helper keeps `relay_bytes` bytes for data passing through, 32 MiB if 0."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class Device:
 
     def close(self) -> None:
         _check(_library().stc_device_close(self._handle))
-        self._handle = c_void_p()  # from now on every call is refused
+        self._handle = c_void_p()  # from now on the library refuses every call
 
     def reserve(self, size: int) -> Reservation:
         return Reservation(self, size)
@@ -161,73 +162,73 @@ class Device:
         _check(_library().stc_device_stats(self._handle, byref(stats)))
         return Stats(**{name: getattr(stats, name) for name in Stats.__dataclass_fields__})
 
-    def pages(self) -> list[Page]:
-        """The page map."""
-        return [Page(state, owner) for state, owner, count in self.page_runs() for _ in range(count)]
+    def pages(self) -> list[PageInfo]:
+        """The page map: state and owner of every page, from page 0 on."""
+        return [PageInfo(state, owner) for state, owner, count in self.page_runs() for _ in range(count)]
 
     def page_runs(self) -> list[tuple[PageState, int, int]]:
-        """The page map: state, owner and number of neighbours that are alike."""
+        """The page map as runs of equal neighbours: state, owner and number of pages."""
         count = self.stats().pages_total
-        pages = (c_uint64 * count)()  # of two words each: state, owner
+        pages = (c_uint64 * count)()  # low half: state; high half: owner
         _check(_library().stc_device_pages(self._handle, pages, count))
         runs = [(page, len(list(alike))) for page, alike in groupby(pages)]
         return [(PageState(page & 0xFFFFFFFF), page >> 32, alike) for page, alike in runs]
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until no page is in limbo."""
+        """Wait until no page is in limbo. Raises PoolError with Code.TIMEOUT."""
         _check(_library().stc_device_settle(self._handle, timeout_s))
 
     def throttle(self, bytes_per_s: float) -> None:
-        """Copies take as long as over a link this fast in each direction; 0 lifts it."""
+        """Slow copies down to a link of `bytes_per_s` in each direction; 0 lifts the limit."""
         _check(_library().stc_device_throttle(self._handle, bytes_per_s))
 
-    def inject(self, operation: Operation, nth: int) -> None:
-        """The nth such operation from now on fails, once; 0 takes it back."""
+    def inject(self, operation: FaultPoint, nth: int) -> None:
+        """Let the nth operation of a kind fail once, counted from now on; 0 takes the order back."""
         _check(_library().stc_device_fault(self._handle, operation, nth))
 
-    def stream_ticket(self, stream: int) -> Ticket:
-        """A ticket for all that was put on this CUDA stream so far."""
+    def stream_ticket(self, stream: int) -> TransferTicket:
+        """A ticket for all work put on the CUDA stream so far."""
         ticket = c_uint64()
         _check(_library().stc_stream_ticket(self._handle, stream, byref(ticket)))
-        return Ticket(self, ticket.value)
+        return TransferTicket(self, ticket.value)
 
 
-class Ticket:
-    """One transfer."""
+class TransferTicket:
+    """A transfer under way or over."""
 
     __slots__ = ("_device", "id")
 
-    def __init__(self, device: Device, ticket_id: int) -> None:
+    def __init__(self, device: DevicePool, ticket_id: int) -> None:
         self._device = device
         self.id = ticket_id
 
     def done(self) -> bool:
-        """Raises what the transfer failed of."""
+        """Whether the transfer is over. Raises PoolError with the reason if the transfer failed."""
         return _check(_library().stc_ticket_poll(self._device._handle, self.id)) == 1
 
     def wait(self, timeout_s: float) -> None:
-        """Raises what the transfer failed of, or Code.TIMEOUT."""
+        """Wait until the transfer is over. Raises PoolError with the reason of a failure, or Code.TIMEOUT."""
         _check(_library().stc_ticket_wait(self._device._handle, self.id, timeout_s))
 
     def landed_bytes(self) -> int:
-        """From the beginning on, without a gap; a number beyond all sizes when the ticket is over and forgotten."""
+        """Bytes transferred from the beginning on without a gap; 2**64 - 1 if the ticket is over and forgotten."""
         landed = c_uint64()
         _check(_library().stc_ticket_landed(self._device._handle, self.id, byref(landed)))
         return landed.value
 
     def cancel(self) -> None:
-        """A wish; `wait` says what became of it."""
+        """Ask to cancel the transfer; `wait` tells whether the transfer was cancelled or had ended."""
         _check(_library().stc_ticket_cancel(self._device._handle, self.id))
 
     def hold_stream(self, stream: int, timeout_s: float) -> None:
-        """What is put on this CUDA stream from now on waits for the transfer."""
+        """Let work put on the CUDA stream from now on wait for the transfer."""
         _check(_library().stc_stream_wait(self._device._handle, self.id, stream, timeout_s))
 
 
 class Reservation:
-    """Addresses of one owner, who keeps them while pages come and go."""
+    """Addresses of one owner, kept while pages come and go."""
 
-    def __init__(self, device: Device, size: int) -> None:
+    def __init__(self, device: DevicePool, size: int) -> None:
         self._handle = c_void_p()
         place = _Place()
         _check(_library().stc_reserve(device._handle, size, byref(self._handle), byref(place)))
@@ -243,25 +244,30 @@ class Reservation:
     def map(self, offset: int, size: int, timeout_s: float) -> None:
         _check(_library().stc_map(self._handle, offset, size, timeout_s))
 
-    def unmap(self, offset: int, size: int, after: Ticket | None = None) -> None:
-        """Returns at once: the pages leave when `after` and every transfer that touches them is over."""
+    def unmap(self, offset: int, size: int, after: TransferTicket | None = None) -> None:
+        """Unmap a range; returns at once.
+
+        The pages leave when `after` and every transfer that touches the pages are over. Unmapped pages are passed over.
+        """
         _check(_library().stc_unmap(self._handle, offset, size, after.id if after else 0))
 
     def mark_clean(self, offset: int, size: int) -> None:
         _check(_library().stc_mark_clean(self._handle, offset, size))
 
     def residency(self, offset: int, size: int) -> tuple[int, int]:
-        """Bytes that are mapped, bytes that are clean cache."""
+        """Number of mapped bytes, and number of bytes of clean cache, in a range."""
         mapped, clean = c_uint64(), c_uint64()
         _check(_library().stc_residency(self._handle, offset, size, byref(mapped), byref(clean)))
         return mapped.value, clean.value
 
     def scratch(self, offset: int, size: int, on: bool) -> None:
-        """Host only: ordinary memory below these empty pages, until it is taken away again or with the reservation."""
+        """Put ordinary memory of the machine below unmapped pages (`on`), or take the memory away. Only on the host.
+
+        Releasing the reservation takes the memory away as well."""
         _check(_library().stc_scratch(self._handle, offset, size, on))
 
     def view(self, offset: int, size: int) -> memoryview:
-        """Host only. Touching it where nothing is mapped, and no scratch memory is, ends the process."""
+        """Bytes of the reservation. Host only; touching bytes without memory below ends the process."""
         if self.device.backend is not Backend.HOST:
             raise PoolError(
                 Code.UNSUPPORTED, "only a host device's memory can be seen from the host: copy it to a cache"
@@ -271,30 +277,32 @@ class Reservation:
         return memoryview((ctypes.c_char * size).from_address(self.address + offset)).cast("B")
 
     def export_page(self, offset: int) -> tuple[int, int]:
-        """A file descriptor, the caller's to close, and where the page begins in it."""
+        """A file descriptor for the page at `offset`, and the page's offset in the file. Close the descriptor."""
         fd, fd_offset = c_int(), c_uint64()
         _check(_library().stc_export_page(self._handle, offset, byref(fd), byref(fd_offset)))
         return fd.value, fd_offset.value
 
-    def load(self, cache: Cache, segments: Iterable[Segment], chunk_bytes: int = 32 << 20) -> Ticket:
-        """Map and fill what is missing of these segments; clean pages are taken as they are."""
+    def load(self, cache: CacheMemory, segments: Iterable[Segment], chunk_bytes: int = 32 << 20) -> TransferTicket:
+        """Begin to map and fill the missing pages of the segments; clean pages keep the content.
+
+        Raises PoolError if the pool has too few pages. If the load fails or is cancelled, the pages are as before."""
         array = [_Segment(s.offset, s.cache_offset, s.bytes) for s in segments]
         packed = (_Segment * len(array))(*array)
         ticket = c_uint64()
         _check(
             _library().stc_load(self._handle, cache._handle, packed, len(array), chunk_bytes, byref(ticket)),
         )
-        return Ticket(self.device, ticket.value)
+        return TransferTicket(self.device, ticket.value)
 
     def copy(
         self,
         offset: int,
-        cache: Cache,
+        cache: CacheMemory,
         cache_offset: int,
         size: int,
         direction: Direction,
-        after: Ticket | None = None,
-    ) -> Ticket:
+        after: TransferTicket | None = None,
+    ) -> TransferTicket:
         ticket = c_uint64()
         _check(
             _library().stc_copy(
@@ -308,18 +316,18 @@ class Reservation:
                 byref(ticket),
             )
         )
-        return Ticket(self.device, ticket.value)
+        return TransferTicket(self.device, ticket.value)
 
     def copy_blocks(
         self,
-        cache: Cache,
+        cache: CacheMemory,
         pieces: Sequence[Piece],
         device_blocks: Sequence[int],
         host_blocks: Sequence[int],
         direction: Direction,
-        after: Ticket | None = None,
-    ) -> Ticket:
-        """KV blocks by number, all of their pieces; neighbours on both sides travel as one."""
+        after: TransferTicket | None = None,
+    ) -> TransferTicket:
+        """Begin to copy all pieces of KV blocks, named by number; neighbours on both sides are copied as one."""
         if len(device_blocks) != len(host_blocks):
             raise PoolError(Code.INVALID, f"{len(device_blocks)} device blocks for {len(host_blocks)} host blocks")
         ids = c_uint32 * len(device_blocks)
@@ -338,14 +346,14 @@ class Reservation:
                 byref(ticket),
             )
         )
-        return Ticket(self.device, ticket.value)
+        return TransferTicket(self.device, ticket.value)
 
 
-class Cache:
-    """Memory of the host in one file that processes share by its descriptor: addresses first, memory when committed."""
+class CacheMemory:
+    """Memory of the host in a file, shared between processes by descriptor: addresses first, memory by `commit`."""
 
     def __init__(self, size: int, fd: int = -1) -> None:
-        """`fd` of another process's cache stays the caller's to close; without one a new file is made."""
+        """Open the cache of another process by the descriptor `fd`, which the caller closes; -1 makes a new file."""
         self._handle = c_void_p()
         base, own_fd = c_void_p(), c_int()
         _check(_library().stc_cache_open(fd, size, byref(self._handle), byref(base), byref(own_fd)))
@@ -358,16 +366,16 @@ class Cache:
         self._handle = c_void_p()
 
     def commit(self, offset: int, size: int) -> int:
-        """Memory for this range, now; returns how many bytes of it came in folios of 2 MiB."""
+        """Get memory for a range now. Returns the number of bytes in folios of 2 MiB. Raises PoolError."""
         huge_bytes = c_uint64()
         _check(_library().stc_cache_commit(self._handle, offset, size, byref(huge_bytes)))
         return huge_bytes.value
 
     def discard(self, offset: int, size: int) -> None:
-        """The memory goes back to the machine; the range reads as zeroes."""
+        """Give the memory of a range back to the machine; from now on the range reads as zeroes."""
         _check(_library().stc_cache_discard(self._handle, offset, size))
 
-    def pin(self, device: Device, offset: int, size: int) -> None:
+    def pin(self, device: DevicePool, offset: int, size: int) -> None:
         _check(_library().stc_cache_pin(self._handle, device._handle, offset, size))
 
     def view(self, offset: int, size: int) -> memoryview:
@@ -378,25 +386,27 @@ class Cache:
 
 @dataclass(slots=True)
 class Captured:
-    """What `capture` caught."""
+    """The allocation caught by `capture`."""
 
-    bytes: int = 0  # as many as were asked for; 0: no allocation was of the right size
+    bytes: int = 0  # size asked for; 0: no allocation had a fitting size
 
 
 def capture_install(path: str) -> None:
-    """Let `capture` see the allocations of this shared object, which must be loaded. Again does no harm.
+    """Let `capture` see the allocations of the loaded shared object at `path`; a second call does nothing.
 
-    Raises Code.UNSUPPORTED where the machine is not x86-64 Linux with glibc, Code.STATE where the object is not loaded.
+    No other thread may run in the object during the call. Raises PoolError with Code.UNSUPPORTED if the machine is not
+    x86-64 Linux with glibc, and with Code.STATE if the object is not loaded.
     """
     _check(_library().stc_capture_install(path.encode()))
 
 
 @contextmanager
 def capture(least: int, most: int, address: int, granule: int = 1) -> Iterator[Captured]:
-    """This thread's first allocation of `least` bytes, or of more in whole granules up to `most`, gets `address`.
+    """Give `address` to the thread's first allocation of `least` bytes, or of more in whole granules, up to `most`.
 
-    Only what the installed objects ask posix_memalign for counts, and `address` must be as aligned as they want it.
-    `most` bytes must lie there. The result is filled in when the block ends, however it ends.
+    Only posix_memalign calls of installed objects count. An allocation with a stricter alignment than `address` has is
+    passed over. `most` bytes of memory must lie at `address`. The result is filled in at the end of the context, after
+    an error as well.
     """
     _check(_library().stc_capture_next(least, most, granule, address))
     captured = Captured()
@@ -409,7 +419,9 @@ def capture(least: int, most: int, address: int, granule: int = 1) -> Iterator[C
 
 
 def capture_forget(address: int) -> None:
-    """After what was allocated there is freed, or abandoned: until then the object must not free it for real."""
+    """Forget an address given by `capture`: later frees of the address are real.
+
+    Call after the object has freed or abandoned the allocation: until then a free of the address does nothing."""
     _check(_library().stc_capture_forget(address))
 
 
@@ -447,7 +459,7 @@ class _Piece(ctypes.Structure):
 
 @cache
 def _packed_pieces(pieces: tuple[Piece, ...]) -> ctypes.Array[_Piece]:
-    """Once for each model: a shape has a piece for every layer, and blocks move at every turn."""
+    """The pieces as a C array, cached per model: a model has a piece for every layer, and blocks move at every turn."""
     return (_Piece * len(pieces))(
         *(_Piece(p.device_offset, p.device_stride, p.host_offset, p.host_stride, p.bytes) for p in pieces)
     )
@@ -489,6 +501,11 @@ _SIGNATURES = {
     "stc_capture_taken": [c_void_p],
     "stc_capture_forget": [c_void_p],
 }
+
+
+def check_library() -> None:
+    """Load the memory library. Raises LibraryMissing."""
+    _library()
 
 
 @cache

@@ -1,53 +1,68 @@
-"""Blocks of KV cache in the host cache: those that one runtime parks there, and those of another that must not go."""
+"""KV blocks in the host cache: `Slabs` allocates blocks of this runtime, a `HostBlockHold` pins blocks of another."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from runtime.memory.images import Images
+from runtime.core.host_index import Range
 
 
 @dataclass(slots=True)
 class Extent:
-    """Some of the cache's memory, in blocks."""
+    """A range of the host cache, cut into blocks."""
 
-    offset: int
-    bytes: int
-    first: int
-    blocks: int
-    free: set[int]
+    offset: int  # place in the cache
+    bytes: int  # length
+    first: int  # number of the first block
+    blocks: int  # number of blocks
+    free: set[int]  # numbers of free blocks
+
+
+class HostMemory(Protocol):
+    """Memory of the host cache, lent in whole folios to the parked blocks of a runtime."""
+
+    def lend(self, blocks: int, block_bytes: int) -> list[Range]:
+        """Memory for `blocks` blocks, in one or several ranges; [] if the cache has too little memory."""
+
+    def release(self, offset: int) -> None:
+        """Take back the range, or the pin on a block of another runtime, at `offset`."""
+
+    def keep_empty(self, slabs: Slabs, extent: Extent) -> None:
+        """`extent` has no block now. The cache keeps the memory for a while, and calls `slabs.lose` before the end."""
+
+    def use_again(self, extent: Extent) -> None:
+        """`extent` gets blocks again and must not be taken back."""
 
 
 class Slabs:
-    """KV blocks of one model's parked requests: block i lies at i * block_bytes of the cache. For one thread.
+    """Allocator of host blocks for one model's parked requests: block i lies at i * block_bytes of the host cache.
 
-    Grows by whole folios for which images that nobody uses are evicted: a parked request is dearer, it can't be read
-    again from a file."""
+    Use from one thread. The slabs grow by whole folios, and unused images are evicted to make room: a parked request is
+    dearer than an image, for a request can't be read again from a file."""
 
-    def __init__(self, images: Images, block_bytes: int) -> None:
+    def __init__(self, images: HostMemory, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self._images = images
-        self._extents: list[Extent] = []  # by place
+        self._extents: list[Extent] = []  # sorted by block number
 
     @property
     def taken(self) -> int:
-        """Blocks."""
+        """Number of blocks in use."""
         return sum(extent.blocks - len(extent.free) for extent in self._extents)
 
     def take(self, count: int) -> list[int] | None:
-        """Numbers of blocks, neighbours where possible; None when there is no room for all of them."""
+        """Allocate `count` blocks, neighbours if possible. Returns their numbers; None if there is too little room."""
         missing = count - sum(len(extent.free) for extent in self._extents)
         if missing > 0 and not self._grow(missing):
             return None
         taken: list[int] = []
-        for extent in sorted(self._extents, key=lambda extent: len(extent.free)):  # the fullest: others may get empty
+        for extent in sorted(self._extents, key=lambda extent: len(extent.free)):  # fullest first, so extents get empty
             share = sorted(extent.free)[: count - len(taken)]
             if share:
-                self._images._use(extent)
+                self._images.use_again(extent)
             extent.free.difference_update(share)
             taken += share
         return taken
@@ -56,10 +71,10 @@ class Slabs:
         touched = [self._give_back(block) for block in blocks]
         for extent in {id(extent): extent for extent in touched}.values():
             if len(extent.free) == extent.blocks:
-                self._images._keep(self, extent)
+                self._images.keep_empty(self, extent)
 
     def lose(self, extent: Extent) -> None:
-        """One that is empty."""
+        """Forget an empty extent: the cache takes the extent's memory back."""
         self._extents.remove(extent)
 
     def _give_back(self, block: int) -> Extent:
@@ -71,7 +86,7 @@ class Slabs:
         return extent
 
     def _grow(self, count: int) -> bool:
-        ranges = self._images._park(count, self.block_bytes)
+        ranges = self._images.lend(count, self.block_bytes)
         for range_ in ranges:
             first, end = -(-range_.start // self.block_bytes), range_.end // self.block_bytes
             self._extents.append(Extent(range_.start, range_.bytes, first, end - first, set(range(first, end))))
@@ -79,14 +94,14 @@ class Slabs:
         return bool(ranges)
 
 
-class Hold:
-    """Parked blocks of another runtime that stay until they are released."""
+class HostBlockHold:
+    """A pin on another runtime's parked blocks: the blocks stay until `release`."""
 
-    def __init__(self, images: Images, offsets: list[int]) -> None:
+    def __init__(self, images: HostMemory, offsets: list[int]) -> None:
         self._images, self._offsets = images, offsets
 
     def release(self) -> None:
-        """Again does no harm."""
+        """Release the blocks; a second call does nothing."""
         for offset in self._offsets:
-            self._images._release(offset)
+            self._images.release(offset)
         self._offsets = []

@@ -1,1 +1,1 @@
-"""The simulator: the same policies as the runtime's, on many devices that exist on paper alone."""
+"""The simulator: the policies of the runtime, on many simulated devices."""

@@ -1,5 +1,4 @@
-"""`staccato sim`, `staccato plan` and the replay of a journal as a process of their own: arguments in, a table or JSON
-out."""
+"""Process of `staccato sim`, `staccato plan` and the replay of a journal: takes arguments, prints a table or JSON."""
 
 from __future__ import annotations
 
@@ -16,17 +15,18 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from runtime.costs import Profile, load_profile
-from runtime.request import Objective
-from runtime.sim.capacity import Measure, Point, Run, Scenario, Search, Tuning, processes
+from runtime.core.device.request import Objective
+from runtime.core.ledgers.costs import Profile, load_profile
+from runtime.sim.capacity import CapacityRun, Measure, Point, Scenario, Search, Tuning, processes
 from runtime.sim.compiled import start_again
+from runtime.sim.dispatch.sight import AS_GATEWAYS_SEE, Sight
 from runtime.sim.fleet import DISPATCHES, FLEETS, Changes, check, simulate
 from runtime.sim.plan import Question, as_it_is, plan, read_sizes
-from runtime.sim.replay import replay
-from runtime.sim.report import Span, attainment_svg, chrome_trace, timeline_svg
+from runtime.sim.replay import of_a_dispatcher, replay, replay_choices
+from runtime.sim.report import LaneSpan, attainment_svg, chrome_trace, timeline_svg
 from runtime.sim.trace import read_lengths, read_trace, read_windows
 from runtime.sim.workload import LENGTHS, Workload, base, divided, flooded, replicated, servegen
-from runtime.sim.world import Result
+from runtime.sim.world import SimulationResult
 
 PROFILES = Path(__file__).parents[2] / "deploy" / "profiles"
 USAGE = 2
@@ -34,7 +34,7 @@ MEASURES: dict[str, Measure] = {"min": "min", "token": "token_attainment"}
 
 
 class Parser(argparse.ArgumentParser):
-    """One sentence instead of the usage."""
+    """Argument parser that prints a single error sentence instead of the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"error: {message}; see {self.prog} --help\n")
@@ -100,10 +100,10 @@ def _sim(chosen: argparse.Namespace) -> None:
         raise ValueError("--picture-until says where a picture ends: say --picture FILE.svg")
     if (chosen.same_models or chosen.flood > 1) and not chosen.tenants:
         raise ValueError("--same-models and --flood are about several tenants: say --tenants 1,1")
-    scenario = Scenario(_workload(chosen), chosen.gpu, chosen.policy, chosen.gpus, objective)
+    scenario = Scenario(_workload(chosen), chosen.gpu, chosen.policy, chosen.gpus, objective, _sight(chosen))
     tuning: Tuning = tuple(chosen.set)
     check(chosen.policy, **dict(tuning))
-    changed = _changes(chosen) != Changes(seed=chosen.seed)
+    changed = _changes(chosen) != Changes(seed=chosen.seed, sight=scenario.sight)
     if chosen.capacity is None:
         _sim_once(chosen, scenario, tuning)
     elif chosen.tenants or chosen.check or chosen.chrome_trace or chosen.picture_until or tuning or changed:
@@ -120,6 +120,9 @@ def _fleet_options(parser: argparse.ArgumentParser) -> None:
     option("--policy", default="slack", metavar="|".join(FLEETS), help="[%(default)s]")
     option("--ttft", type=_seconds, default=10.0, help="when the first token is due [10s]")
     option("--tbt", type=_seconds, default=0.1, help="between two tokens [100ms]")
+    option("--gateways", type=_count, help=f"gateways that choose GPUs for requests [{AS_GATEWAYS_SEE.gateways}]")
+    option("--report-period", type=_seconds, help="between the reports of a GPU to the gateways [250ms]")
+    option("--exact", action="store_true", help="a single gateway, which sees every GPU as the GPU is")
     option(
         "--picture", type=Path, metavar="FILE.svg", help="attainment by load; of a single run who held each GPU when"
     )
@@ -132,7 +135,7 @@ def _sim_once(chosen: argparse.Namespace, scenario: Scenario, tuning: Tuning) ->
     if chosen.tenants:
         workload = divided(workload, chosen.tenants, chosen.seed, chosen.same_models)
         workload = flooded(workload, chosen.flood, chosen.seed)
-    spans: list[Span] | None = [] if chosen.chrome_trace or chosen.picture else None
+    spans: list[LaneSpan] | None = [] if chosen.chrome_trace or chosen.picture else None
     settings: dict[str, Any] = dict(tuning)
     began = time.perf_counter()
     result = simulate(
@@ -164,7 +167,20 @@ def _changes(chosen: argparse.Namespace) -> Changes:
         raise ValueError(
             f"--scale {chosen.scale[0]}:{chosen.scale[1]} leaves out --gpus {chosen.gpus}, where it begins"
         )
-    return Changes(chosen.dispatch, chosen.migrate, chosen.scale, chosen.faults, chosen.seed)
+    return Changes(chosen.dispatch, chosen.migrate, chosen.scale, chosen.faults, chosen.seed, _sight(chosen))
+
+
+def _sight(chosen: argparse.Namespace) -> Sight:
+    """Raises ValueError for --exact with options of the reports, so that no option is silently ignored."""
+    if not chosen.exact:
+        gateways, period_s = (
+            chosen.gateways or AS_GATEWAYS_SEE.gateways,
+            chosen.report_period or AS_GATEWAYS_SEE.period_s,
+        )
+        return Sight(gateways, period_s, seed=getattr(chosen, "seed", AS_GATEWAYS_SEE.seed))
+    if chosen.gateways or chosen.report_period:
+        raise ValueError("--exact needs no reports: leave out --gateways and --report-period")
+    return Sight(exact=True)
 
 
 def _sim_capacity(chosen: argparse.Namespace, scenario: Scenario) -> None:
@@ -188,17 +204,17 @@ def _sim_capacity(chosen: argparse.Namespace, scenario: Scenario) -> None:
     _tell(_asked(chosen) | told, chosen.json)
 
 
-class _Counted(dict[Run, Result]):
-    """Tells who waits at a terminal how far a search is."""
+class _Counted(dict[CapacityRun, SimulationResult]):
+    """Results of a search by run; shows the progress of the search if stderr is a terminal."""
 
-    def __setitem__(self, run: Run, result: Result) -> None:
+    def __setitem__(self, run: CapacityRun, result: SimulationResult) -> None:
         super().__setitem__(run, result)
         if sys.stderr.isatty():
             print(f"\r{len(self)} runs, {run.models} models …", end="", file=sys.stderr, flush=True)
 
 
 def _asked(chosen: argparse.Namespace) -> dict[str, object]:
-    """What the figures are of."""
+    """Settings of a simulation, printed with its figures."""
     workload = "servegen" if chosen.servegen else chosen.workload
     return {
         "workload": workload,
@@ -209,7 +225,14 @@ def _asked(chosen: argparse.Namespace) -> dict[str, object]:
         "ttft_s": chosen.ttft,
         "tbt_s": chosen.tbt,
         "seed": chosen.seed,
+        **_seen(chosen),
     }
+
+
+def _seen(chosen: argparse.Namespace) -> dict[str, object]:
+    """What gateways see: exact, or a number of gateways and the seconds between two reports."""
+    sight = _sight(chosen)
+    return {"exact": True} if sight.exact else {"gateways": sight.gateways, "report_period_s": sight.period_s}
 
 
 def _point(point: Point) -> dict[str, object]:
@@ -241,7 +264,7 @@ def _plan(chosen: argparse.Namespace) -> None:
     sizes = read_sizes(chosen.sizes) if chosen.sizes else None
     workload = as_it_is(read_trace(chosen.trace), sizes)
     check(chosen.policy)
-    question = Question(workload, profile, chosen.policy, Objective(chosen.ttft, chosen.tbt))
+    question = Question(workload, profile, chosen.policy, Objective(chosen.ttft, chosen.tbt), _sight(chosen))
     with processes() as each:
         answer = plan(question, gpus_most, chosen.attainment, each)
     if chosen.picture:
@@ -258,6 +281,7 @@ def _plan(chosen: argparse.Namespace) -> None:
         "profile": profile.kind,
         "ttft_s": chosen.ttft,
         "tbt_s": chosen.tbt,
+        **_seen(chosen),
         "attainment": chosen.attainment,
         "gpus_needed": answer.needed,
         "curve": [{"gpus": gpus} | _attained(result) for gpus, result in enumerate(answer.results, start=1)],
@@ -268,7 +292,7 @@ def _plan(chosen: argparse.Namespace) -> None:
     _tell(told, chosen.json)
 
 
-def _attained(result: Result) -> dict[str, object]:
+def _attained(result: SimulationResult) -> dict[str, object]:
     names = ("token_attainment", "first_token_attainment", "min", "ttft_p50_s", "ttft_p99_s", "busy", "loading")
     return {name: getattr(result, name) for name in names}
 
@@ -277,11 +301,18 @@ def _attained(result: Result) -> dict[str, object]:
 
 
 def _replay_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("journal", type=Path, help="RUNTIME.journal in the folder that STACCATO_JOURNAL names")
+    parser.add_argument("journal", type=Path, help="a file in the folder that STACCATO_JOURNAL names")
     parser.set_defaults(command=_replay)
 
 
 def _replay(chosen: argparse.Namespace) -> None:
+    if of_a_dispatcher(chosen.journal):
+        replayed = replay_choices(chosen.journal)
+        print(f"compared {replayed.chosen} choices of runtimes, after {replayed.heard} events")
+        if replayed.difference:
+            print(replayed.difference)
+            sys.exit(1)
+        return
     report = replay(chosen.journal)
     print(f"compared {report.heard} events and {report.asked} decisions; device processes in the file: {report.runs}")
     if report.difference is not None:
@@ -293,7 +324,9 @@ def _replay(chosen: argparse.Namespace) -> None:
 
 
 def _workload(chosen: argparse.Namespace) -> Callable[[int, int], Workload]:
-    """Of a number of models and a seed. Options of another kind of workload are refused, not ignored."""
+    """Function that makes the workload from a number of models and a seed.
+
+    Raises ValueError for options of a different kind of workload, so that no option is silently ignored."""
     names = ("rate", "duration", "lengths", "cv", "zipf")
     given = {name: value for name in names if (value := getattr(chosen, name)) is not None}
     kind = "servegen" if chosen.servegen else "base" if chosen.workload == "base" else "a trace"
@@ -318,7 +351,7 @@ def _kind_and_count(text: str) -> tuple[Profile, int]:
 
 
 def _profile(name: str) -> Profile:
-    """The file of that name, else the one of ours."""
+    """Profile in the file `name`, else the profile of that name in PROFILES."""
     path = Path(name)
     if not path.is_file():
         path = PROFILES / f"{name}.json"
@@ -392,7 +425,7 @@ def _setting(text: str) -> tuple[str, float]:
 
 def _tell(told: Mapping[str, object], as_json: bool) -> None:
     if as_json:
-        # A time that never came is infinite; JSON has no word for it but null.
+        # The time of an event that never came is infinite; in JSON such a time is null.
         text = msgspec.json.encode(told)
         print((msgspec.json.format(text) if sys.stdout.isatty() else text).decode())
         return
@@ -423,7 +456,7 @@ def _text(value: object) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the other processes end with this one
-    if sys.argv[1:2] != ["replay"]:  # which reads events, and the compiled ones can't be read
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # worker processes end with this process
+    if sys.argv[1:2] != ["replay"]:  # a replay decodes events, and compiled events can't be decoded
         start_again()
     main()

@@ -1,7 +1,7 @@
-"""The machines compiled: the same files through mypyc, for simulations. `python -m runtime.sim.compiled` makes them.
+"""Decision code compiled by mypyc for simulations; `python -m runtime.sim.compiled` compiles it.
 
-They lie in a folder of their own, named by the digest of all sources: what was made of a file is never run after the
-file was edited, and nothing that serves requests ever sees it.
+The compiled modules lie in a separate folder named by the digest of the sources. Modules of an edited file are
+therefore never run, and no process that serves requests ever imports a compiled module.
 """
 
 from __future__ import annotations
@@ -19,23 +19,37 @@ from runtime.sim.native import enums, fields, native
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("runtime", "store")
-VALUES = tuple(f"runtime/{name}.py" for name in ("engine/base", "events", "policy/eviction", "request"))
-COMPILED = (  # what runs for every event; of VALUES the structs, too: a simulation neither writes nor reads them
-    *(f"runtime/{name}.py" for name in ("account", "attainment", "cluster", "engine/base", "estimate")),
-    *(f"runtime/{name}.py" for name in ("events", "instance", "model", "pages", "request", "requests", "rooms")),
-    "runtime/shares.py",
-    *(
-        f"runtime/policy/{name}.py"
-        for name in ("dispatch", "eviction", "idle", "migration", "prefetch", "scaling", "slack", "turns")
-    ),
-    *(f"runtime/sim/{name}.py" for name in ("device", "engine", "moves", "world")),
+VALUES = (
+    "runtime/core/engine.py",
+    *(f"runtime/core/device/{name}.py" for name in ("events", "eviction", "request")),
+    "store/contract/reports.py",
 )
-DONE = "compiled"  # a file that says that the folder is whole
+DEVICE = (
+    *("deadlines", "events", "eviction", "idle", "instance", "model", "pages", "prefetch", "queues", "record"),
+    *("request", "requests", "rooms", "view"),
+)
+# Modules replaced in the compiled copy. Look-ups through a Protocol are slow there: the view of a model is the model.
+REPLACED = {
+    "runtime/core/device/view.py": "from runtime.core.device.model import Model as ModelView\n"
+    "from runtime.core.device.record import Turn as TurnView\n"
+    "__all__ = ['ModelView', 'TurnView']\n"
+}
+COMPILED = (  # files run for every event. Structs in VALUES become classes: a simulation never encodes or decodes them
+    "runtime/core/engine.py",
+    *(f"runtime/core/device/{name}.py" for name in DEVICE),
+    *(f"runtime/core/fleet/{name}.py" for name in ("cluster", "dispatch", "rebalance", "scaling")),
+    *(f"runtime/core/ledgers/{name}.py" for name in ("attainment", "device_time", "estimate", "fair_share")),
+    *(f"runtime/core/turns/{name}.py" for name in ("slack", "turn")),
+    *(f"runtime/sim/{name}.py" for name in ("device", "engine", "moves", "simulation", "world")),
+    *(f"runtime/sim/dispatch/{name}.py" for name in ("base", "baselines", "gateways", "reports", "roles")),
+    "store/contract/reports.py",
+)
+DONE = "compiled"  # name of a file that marks the folder as complete
 BUILD_S_MOST = 900.0
 
 
 def folder(root: Path = ROOT) -> Path:
-    """Where the compiled machines of these sources are, or would be."""
+    """Folder for the compiled modules of the present sources, whether built or not."""
     digest = hashlib.sha256(f"{sys.implementation.cache_tag} {platform.platform()}".encode())
     for path in _sources(root):
         digest.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
@@ -47,7 +61,9 @@ def _sources(root: Path) -> list[Path]:
 
 
 def build(root: Path = ROOT) -> Path:
-    """The folder, made if it is not there; takes minutes. Raises ValueError without mypyc, compiler or headers."""
+    """Compiles the sources, unless compiled before, and returns the folder; takes minutes.
+
+    Raises ValueError without mypyc, a C compiler or Python's headers."""
     made = folder(root)
     if (made / DONE).exists():
         return made
@@ -65,6 +81,7 @@ def build(root: Path = ROOT) -> Path:
 
 def _copy(root: Path, fresh: Path) -> None:
     sources = {path.relative_to(root).as_posix(): path.read_text() for path in _sources(root)}
+    sources.update({name: source for name, source in REPLACED.items() if name in sources})
     of, members_of = fields([sources[name] for name in COMPILED if name in sources]), enums(sources.values())
     for name, source in sources.items():
         path = fresh / name
@@ -86,18 +103,20 @@ def _compile(fresh: Path) -> None:
     )
     if done.returncode:
         said = (done.stderr + done.stdout).strip().splitlines() or ["nothing was said"]
-        first = next((line for line in said if ": error:" in line), said[-1])  # warnings come after it
+        first = next((line for line in said if ": error:" in line), said[-1])  # warnings come after the error
         raise ValueError(f"mypyc failed: {first}; it needs the package mypy, a C compiler and Python's headers")
     shutil.rmtree(fresh / "build")
 
 
 def environment(made: Path) -> dict[str, str]:
-    """Of a process, and of those that it starts, that imports from the folder `made`."""
+    """Environment of a process that imports from the folder `made`, as do its child processes."""
     return {**os.environ, "PYTHONPATH": str(made), "PYTHONSAFEPATH": "1"}
 
 
 def start_again() -> None:
-    """`python -m runtime.sim` becomes the same with the compiled machines; says so on stderr if there are none."""
+    """Replaces the process `python -m runtime.sim` by a process with the compiled modules.
+
+    Without compiled modules the process goes on interpreted, with a note on stderr."""
     if (ROOT / DONE).exists():
         return
     made = folder()

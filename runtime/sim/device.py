@@ -1,13 +1,12 @@
-"""One simulated device: its machine decides, and what that asks for takes as long as a profile says."""
+"""Simulated device: the production `Instance` decides, and its effects take the time of a profile."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from runtime.account import Account
-from runtime.events import (
+from runtime.core.device.events import (
     Abort,
     Add,
     Arrived,
@@ -34,23 +33,22 @@ from runtime.events import (
     Tell,
     Told,
 )
-from runtime.instance import Instance
-from runtime.model import Model, Phase
-from runtime.pages import Pages
-from runtime.policy.migration import Load, Usage, load_of, priority
-from runtime.policy.turns import Turns
-from runtime.request import ModelKey, Request, RequestId
-from runtime.sim.engine import Engine
-from runtime.sim.report import Span
-
-if TYPE_CHECKING:
-    from runtime.sim.world import World
+from runtime.core.device.instance import Instance
+from runtime.core.device.model import Model, Phase
+from runtime.core.device.pages import Pages
+from runtime.core.device.request import ModelKey, Request, RequestId
+from runtime.core.fleet.rebalance import Load, RequestMemory, load_of, priority
+from runtime.core.ledgers.device_time import DeviceTime
+from runtime.core.turns.turn import Turns
+from runtime.sim.engine import SimulatedEngine
+from runtime.sim.report import LaneSpan
+from runtime.sim.simulation import Simulation
 
 CHECK_STEPS = 8  # tokens of the golden question
 
 
-class Segment:
-    """Steps of one batch, one after the other."""
+class StepSegment:
+    """Consecutive steps of a batch, of equal length."""
 
     __slots__ = ("model", "began", "steps", "step_s")
 
@@ -58,26 +56,27 @@ class Segment:
         self.model, self.began, self.steps, self.step_s = model, began, steps, step_s
 
 
-class Device:
-    """One device: the machine, and what it asked for."""
+class SimulatedDevice:
+    """A device of the simulated world: the `Instance`, its engines, and effects under way."""
 
-    def __init__(self, world: World, number: int, turns: Turns) -> None:
-        profile = world.profile
+    def __init__(self, world: Simulation, number: int, turns: Turns) -> None:
+        profile = world.profile_of(number)
         self.world, self.number = world, number
+        self.profile, self.costs = profile, world.costs_on(number)
         pages = Pages(profile.memory_bytes // profile.page_bytes, profile.page_bytes)
-        account = Account.open(world.now) if len(world.workload.tenants) > 1 else None
-        self.instance = Instance(turns, pages, lambda spec: world.costs[ModelKey(spec.key)], account)
-        self.engines: dict[ModelKey, Engine] = {}
+        account = DeviceTime.open(world.now) if len(world.workload.tenants) > 1 else None
+        self.instance = Instance(turns, pages, lambda spec: self.costs[ModelKey(spec.key)], account)
+        self.engines: dict[ModelKey, SimulatedEngine] = {}
         self._batched_tokens = profile.batched_tokens
         self.busy_s = self.switching_s = self.loading_s = 0.0
         self.fetches = 0
-        self._segment: Segment | None = None
+        self._segment: StepSegment | None = None
         self._occupied = False
-        self._last: ModelKey | None = None  # that stepped
+        self._last: ModelKey | None = None  # model of the last step
         self._tick_at = math.inf
-        self.gone = False  # it died, hangs or retired: it makes nothing, and hears nothing
-        self._unheard: list[Request] = []  # that came for it since
-        self._between: list[tuple[Callable[..., None], Any]] = []  # to be done after the step that is under way
+        self.gone = False  # the device died, hangs or retired: no steps, no events
+        self._unheard: list[Request] = []  # requests that came after the device was gone
+        self._between: list[tuple[Callable[..., None], Any]] = []  # to be done after the step under way
         self._began = world.now
 
     def arrive(self, request: Request) -> None:
@@ -89,52 +88,54 @@ class Device:
         self.happen(Arrived(request))
 
     def _place(self, model: ModelKey) -> None:
-        """Its engine stands ready on every device, as engines are built once; only its weights are away."""
+        """Places a model with an engine ready, as engines are built only once; the weights are not on the device."""
         world = self.world
-        self.engines[model] = Engine(world.costs[model], world.profile.page_bytes, world.profile.block_tokens)
+        self.engines[model] = SimulatedEngine(self.costs[model], self.profile.page_bytes, self.profile.block_tokens)
         self.instance.hear(Placed(world.specs[model], prove=False), world.now)
 
     # ── the fleet's ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def load(self) -> Load:
-        """What it reports."""
+        """Load that the device reports to the cluster."""
         world, weights, shares = self.world, 0, {}
         for model in self.instance.models.values():
             if not model.has_requests:
                 continue
-            costs = world.costs[model.key]
-            shares[model.key] = costs.step(len(model.running) + len(model.waiting), model.context) / _tbt_s(model)
+            costs = self.costs[model.key]
+            shares[model.key] = costs.step(
+                len(model.queues.running) + len(model.queues.waiting), model.queues.context
+            ) / _tbt_s(model)
             weights += costs.weight_bytes if model.phase is Phase.RESIDENT else 0
-        kv_bytes = float(self.world.profile.memory_bytes - weights)
+        kv_bytes = float(self.profile.memory_bytes - weights)
         return load_of(self.number, world.now, kv_bytes, self.usages(), shares, {})
 
     def held_bytes(self) -> float:
-        """For keys and values of requests that run."""
+        """Bytes of keys and values of running requests on the device."""
         return sum([usage.kv_bytes for usage in self.usages() if not usage.waits])
 
-    def usages(self) -> list[Usage]:
-        """Of its requests. What is parked uses nothing."""
-        moving, found = self.world.moves.by_request, []
+    def usages(self) -> list[RequestMemory]:
+        """Memory use of each request on the device. Requests of a parked model use no memory."""
+        moving, found = self.world.moving, []
         for model in self.instance.models.values():
             if not model.has_requests:
                 continue
-            each = self.world.costs[model.key].kv_bytes_per_token
+            each = self.costs[model.key].kv_bytes_per_token
             there = each if model.phase is Phase.RESIDENT else 0.0
-            for request in model.running.values():
+            for request in model.queues.running.values():
                 rank, moves = priority(request.objective), request.id in moving
-                found.append(Usage(request.id, model.key, rank, request.context * there, there, moves=moves))
-            for request in sorted(model.waiting.values(), key=_came):
+                found.append(RequestMemory(request.id, model.key, rank, request.context * there, there, moves=moves))
+            for request in sorted(model.queues.waiting.values(), key=_came):
                 rank, moves, needs = priority(request.objective), request.id in moving, (request.context + 1) * each
-                found.append(Usage(request.id, model.key, rank, needs, each, True, moves))
+                found.append(RequestMemory(request.id, model.key, rank, needs, each, True, moves))
         return found
 
     def request(self, key: ModelKey, id: RequestId) -> Request:
         model = self.instance.models[key]
-        return model.running.get(id) or model.waiting[id]
+        return model.queues.running.get(id) or model.queues.waiting[id]
 
     def has(self, request: Request) -> bool:
         model = self.instance.models[request.model]
-        return request.id in model.running or request.id in model.waiting
+        return request.id in model.queues.running or request.id in model.queues.waiting
 
     def wake(self, key: ModelKey) -> None:
         if key not in self.instance.models:
@@ -150,20 +151,20 @@ class Device:
             self._cut(self._segment)
 
     def stop(self) -> None:
-        """In the middle of whatever it does: only what its ended steps made is made."""
+        """Stops the device at once. Only completed steps of the batch under way count."""
         segment, self._segment, self._tick_at = self._segment, None, math.inf
         if segment is not None and segment.steps:
             done = min(segment.steps, int((self.world.now - segment.began) / segment.step_s + 1e-6))
             if done > 0:
-                self._make(Segment(segment.model, segment.began, done, segment.step_s))
+                self._make(StepSegment(segment.model, segment.began, done, segment.step_s))
         self.gone = True
         self._do_between()
 
     def left_behind(self) -> list[Request]:
-        """Requests that have not ended."""
+        """Requests not ended yet, those that came after the loss of the device included."""
         models = self.instance.models.values()
         return [
-            *(each for model in models for each in (*model.running.values(), *model.waiting.values())),
+            *(each for model in models for each in (*model.queues.running.values(), *model.queues.waiting.values())),
             *self._unheard,
         ]
 
@@ -175,22 +176,22 @@ class Device:
     # ── what happens ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def happen(self, event: Event) -> None:
-        """Heard at once; decided on when the device is free, between two steps at the latest."""
+        """Hears an event at once. Decisions follow when the device is free, at the latest after the step under way."""
         self._carry_out(self.instance.hear(event, self.world.now))
         if self._segment is not None:
             self._cut(self._segment)
         elif not self._occupied:
             self._go()
 
-    def _cut(self, segment: Segment) -> None:
-        """After the step that is under way there is something to decide."""
+    def _cut(self, segment: StepSegment) -> None:
+        """Shortens a segment to end with the step under way; the device decides then."""
         done = max(1, math.ceil((self.world.now - segment.began) / segment.step_s - 1e-6))
         if done < segment.steps:
-            self._segment = Segment(segment.model, segment.began, done, segment.step_s)
+            self._segment = StepSegment(segment.model, segment.began, done, segment.step_s)
             self.world.at(segment.began + done * segment.step_s, self._stepped, self._segment)
 
-    def _stepped(self, segment: Segment) -> None:
-        if segment is not self._segment:  # it was cut
+    def _stepped(self, segment: StepSegment) -> None:
+        if segment is not self._segment:  # the segment was cut
             return
         self._segment, self._occupied = None, False
         self._make(segment)
@@ -198,8 +199,8 @@ class Device:
             self._do_between()
         self._go()
 
-    def _make(self, segment: Segment) -> None:
-        """What the steps of the segment make."""
+    def _make(self, segment: StepSegment) -> None:
+        """Makes the steps of a segment and has the `Instance` hear the outputs."""
         model, steps = segment.model, segment.steps
         engine = self.engines[model]
         self.busy_s += steps * segment.step_s
@@ -215,7 +216,7 @@ class Device:
             self._go()
 
     def _go(self) -> None:
-        """The device is free."""
+        """Has the `Instance` decide while the device is free."""
         if self.gone:
             return
         instance, now = self.instance, self.world.now
@@ -235,11 +236,11 @@ class Device:
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Tell):  # the one that comes for every stream and segment
+            if isinstance(effect, Tell):  # the most frequent effect: for every stream and segment
                 if effect.output.finish is not None:
                     self.world.ended(effect.request, self.number)
                 continue
-            match effect:  # in the order of how often they come
+            match effect:  # the most frequent effects first
                 case Step(model, steps):
                     self._step(model, steps)
                 case Evict(model, pages):
@@ -304,12 +305,12 @@ class Device:
             self._last = model
         steps, step_s = engine.plan(most, self._batched_tokens)
         self._occupied = True
-        self._segment = Segment(model, began, steps, step_s)
+        self._segment = StepSegment(model, began, steps, step_s)
         self.world.at(began + (steps or 1) * step_s, self._stepped, self._segment)
 
     def _fetch(self, fetch: Fetch) -> None:
         engine = self.engines[fetch.model]
-        missing = (engine.weights_pages - engine.weights) * self.world.profile.page_bytes
+        missing = (engine.weights_pages - engine.weights) * self.profile.page_bytes
         engine.weights, engine.kv = engine.weights_pages, fetch.kv_pages
         took_s = engine.costs.load(missing) + engine.kv_bytes * engine.costs.copy_s_per_byte
         self.fetches += 1
@@ -336,10 +337,10 @@ class Device:
 
     def _show(self, lane: Literal["compute", "copy"], model: ModelKey, what: str, began: float) -> None:
         if self.world.spans is not None:
-            self.world.spans.append(Span(self.number, lane, model, what, began, self.world.now))
+            self.world.spans.append(LaneSpan(self.number, lane, model, what, began, self.world.now))
 
     def check(self) -> None:
-        """What holds between any two events."""
+        """Asserts invariants that hold between events: page books, and no more time used than passed."""
         self.instance.check()
         assert self.busy_s + self.switching_s <= self.world.now - self._began + 1e-6, (
             "more time was used than there was"
@@ -354,6 +355,6 @@ def _came(request: Request) -> tuple[float, RequestId]:
 
 
 def _tbt_s(model: Model) -> float:
-    """Of its requests, which have one objective."""
-    request = next(iter(model.running.values()), None) or next(iter(model.waiting.values()))
+    """TBT of the model's requests, equal for each request in a simulation."""
+    request = next(iter(model.queues.running.values()), None) or next(iter(model.queues.waiting.values()))
     return request.objective.tbt_s

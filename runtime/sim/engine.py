@@ -1,19 +1,19 @@
-"""An engine that takes time instead of computing: the costs of a profile, and pages by arithmetic."""
+"""Simulated engine: steps take the time of a profile instead of computing, and pages are counted by arithmetic."""
 
 from __future__ import annotations
 
-from runtime.costs import ModelCosts
-from runtime.engine.base import AHEAD, Held, Output
-from runtime.estimate import Times
-from runtime.request import Request, RequestId
-from store.wire import Finish
+from runtime.core.device.request import Request, RequestId
+from runtime.core.engine import AHEAD, Held, Output
+from runtime.core.ledgers.costs import ModelCosts
+from runtime.core.ledgers.estimate import StepTimes
+from store.contract.wire import Finish
 
-TOKENS: list[list[int]] = [[0] * count for count in range(AHEAD + 1)]  # stand for so many tokens
+TOKENS: list[list[int]] = [[0] * count for count in range(AHEAD + 1)]  # placeholders for `count` tokens
 
-_LENGTH = Finish.LENGTH  # looked up for every request
+_LENGTH = Finish.LENGTH  # bound once: needed for every request
 
 
-class Stream:
+class SimulatedStream:
     """A request in an engine."""
 
     __slots__ = ("id", "prompt", "context", "left")
@@ -25,8 +25,8 @@ class Stream:
         self.left = output_tokens - request.sent  # tokens still to be made
 
 
-class Engine:
-    """One model on one device: what it holds of the pool, and what its next steps take and make."""
+class SimulatedEngine:
+    """Engine of a model on a device: pages held of the pool, and durations and outputs of the next steps."""
 
     __slots__ = (
         "costs",
@@ -49,23 +49,23 @@ class Engine:
     )
 
     def __init__(self, costs: ModelCosts, page_bytes: int, block_tokens: int = 1) -> None:
-        self.costs, self._times = costs, Times(costs)
+        self.costs, self._times = costs, StepTimes(costs)
         self._page_bytes, self._token_bytes = page_bytes, costs.kv_bytes_per_token
-        self._unused = (block_tokens - 1) // 2  # tokens of each request's last block, in the mean
-        self._kept = block_tokens if block_tokens > 1 else 0  # of the block that vLLM gives nobody
+        self._unused = (block_tokens - 1) // 2  # unused tokens of a request's last block, in the mean
+        self._kept = block_tokens if block_tokens > 1 else 0  # tokens of the block that vLLM gives to no request
         self.weights_pages = -(-costs.weight_bytes // page_bytes)
         self.weights = self.kv = 0
         self.here = False
-        self.streams: dict[RequestId, Stream] = {}
-        self._aside: dict[RequestId, Stream] = {}  # there is no room for them
-        self._prompts: list[Stream] = []
+        self.streams: dict[RequestId, SimulatedStream] = {}
+        self._aside: dict[RequestId, SimulatedStream] = {}  # streams without room
+        self._prompts: list[SimulatedStream] = []
         self._prompt_tokens = 0  # still to be computed
-        self._context = 0  # of all streams
-        self._wanted_bytes = 0  # of the pages that it wanted when it told last
+        self._context = 0  # summed over `streams`
+        self._wanted_bytes = 0  # size of the pages wanted at the last `tell`
         self.held = self.tell()
 
     def tell(self) -> Held:
-        """What it holds, and wants for the next tokens, after something changed."""
+        """Updates and returns the pages held, and the pages wanted for the next tokens."""
         tokens, count = self._context + self._prompt_tokens, len(self.streams)
         if self._aside:
             tokens += sum([stream.context + stream.prompt for stream in self._aside.values()])
@@ -77,16 +77,16 @@ class Engine:
         return self.held
 
     def _pages(self, tokens: int, count: int) -> int:
-        """For so many tokens of so many requests."""
+        """Pages for `tokens` tokens in total of `count` requests."""
         return -(-int((tokens + self._unused * count + self._kept) * self._token_bytes) // self._page_bytes)
 
     @property
     def kv_bytes(self) -> float:
-        """Of its requests, to be copied when it is parked or comes back."""
+        """Bytes of KV cache copied when the model is parked or comes back."""
         return self._context * self._token_bytes
 
     def add(self, request: Request, output_tokens: int) -> None:
-        stream = self.streams[request.id] = Stream(request, output_tokens)
+        stream = self.streams[request.id] = SimulatedStream(request, output_tokens)
         self._context += stream.context
         if stream.prompt:
             self._prompts.append(stream)
@@ -106,7 +106,7 @@ class Engine:
     # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def plan(self, most: int, batched_tokens: int) -> tuple[int, float]:
-        """How many equal steps come next, at most `most`, and what each takes. None if it lacks pages."""
+        """Number of equal steps to make next, at most `most`, and the seconds of a step. 0 steps if pages are short."""
         count, times, room = len(self.streams), self._times, self._room()
         if self._aside or room < self._prompt_tokens + count - len(self._prompts):
             self._fit()
@@ -125,7 +125,7 @@ class Engine:
         return steps, times.step(count, self._context)
 
     def _squares(self, batched_tokens: int) -> int:
-        """What the attention of the next step's prompts is in proportion to."""
+        """Growth of the squared contexts over the next step's prompts; attention takes time in proportion."""
         squares = 0
         for stream in self._prompts:
             taken = min(stream.prompt, batched_tokens)
@@ -134,7 +134,7 @@ class Engine:
         return squares
 
     def run(self, steps: int, batched_tokens: int) -> list[Output]:
-        """What these steps make."""
+        """Makes `steps` steps and returns their outputs."""
         if self._prompts and steps:
             self._prefill(batched_tokens)
         outputs: list[Output] = []
@@ -162,18 +162,18 @@ class Engine:
         return outputs
 
     def _outgrown(self) -> bool:
-        """Whether it wants more pages than it told."""
+        """Whether the engine wants more pages than at the last `tell`."""
         count = len(self.streams)
         tokens = self._context + self._prompt_tokens + count + self._unused * count + self._kept
         return tokens * self._token_bytes >= self._wanted_bytes + 1
 
     def _room(self) -> int:
-        """Tokens that can be added to those that have keys and values."""
+        """Tokens whose keys and values still fit the pages held."""
         taken = self._context + self._unused * len(self.streams) + self._kept
         return int(float(self.kv * self._page_bytes) // (self._token_bytes or 1.0)) - taken
 
     def _fit(self) -> None:
-        """Who came last steps aside while there is no room for its next token, as vLLM and our scheduler have it."""
+        """Puts the newest streams aside if the next tokens lack room, as vLLM with this project's scheduler does."""
         everybody = [*self.streams.values(), *self._aside.values()]
         self._context = self._prompt_tokens = 0
         self.streams, self._aside, self._prompts = {}, {}, []
@@ -190,7 +190,7 @@ class Engine:
                 self._prompt_tokens += stream.prompt
 
     def _prefill(self, batched_tokens: int) -> None:
-        """One step's share of the prompts, in the order in which they came."""
+        """Computes a step's part of the prompts, at most `batched_tokens` tokens, in order of arrival."""
         while self._prompts and batched_tokens:
             stream = self._prompts[0]
             taken = min(stream.prompt, batched_tokens)

@@ -1,5 +1,5 @@
-"""A policy by name, as a fleet runs it: who takes a request, whose turn it is on each device, and what the fleet does
-of itself: move requests, grow and shrink."""
+"""Fleet policies by name: the dispatch of requests to devices, the turns of models on each device, and the actions of
+the fleet: moving requests, growing and shrinking."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ from dataclasses import dataclass
 
 import msgspec
 
-from runtime.cluster import Rules
-from runtime.costs import Law, Profile
-from runtime.policy.aegaeon import Aegaeon
-from runtime.policy.dispatch import Dispatch, FirstFree, Fixed, Freest, InTurns, LeastLoaded, Pressure, Roles
-from runtime.policy.fixed import RequestLevel, Resident
-from runtime.policy.prism import Prism
-from runtime.policy.scaling import Band
-from runtime.policy.slack import Slack
-from runtime.policy.turns import RoundRobin, Turns
-from runtime.request import ModelKey, Objective
-from runtime.sim.faults import drawn
-from runtime.sim.report import Span
-from runtime.sim.workload import Workload
-from runtime.sim.world import Result, World
+from runtime.core.device.request import ModelKey, Objective
+from runtime.core.fleet.cluster import Rules
+from runtime.core.fleet.scaling import Band
+from runtime.core.ledgers.costs import Law, Profile
+from runtime.core.turns.aegaeon import Aegaeon
+from runtime.core.turns.fixed import RequestLevel, Resident
+from runtime.core.turns.prism import Prism
+from runtime.core.turns.slack import Slack
+from runtime.core.turns.turn import RoundRobin, Turns
+from runtime.sim.dispatch.base import Dispatch
+from runtime.sim.dispatch.baselines import FirstFree, Fixed, Freest, InTurns, Pressure
+from runtime.sim.dispatch.gateways import GatewayDispatch
+from runtime.sim.dispatch.roles import Roles
+from runtime.sim.dispatch.sight import AS_GATEWAYS_SEE, Sight
+from runtime.sim.report import LaneSpan
+from runtime.sim.workload import Workload, drawn
+from runtime.sim.world import SimulationResult, World
 
-KV_LEAST = 1 / 6  # of a device's memory: what is left of it by models that share it without giving way
+KV_LEAST = 1 / 6  # part of a device's memory left for KV cache by models that share the device without giving way
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a fleet is made for."""
+    """Workload, device profile, number of devices and sight of gateways for which a fleet is made."""
 
     workload: Workload
     profile: Profile
     devices: int
+    sight: Sight = AS_GATEWAYS_SEE
 
     @property
     def rates(self) -> dict[ModelKey, float]:
@@ -43,21 +47,23 @@ class Setting:
 
 @dataclass(frozen=True)
 class Fleet:
-    """`turns` makes the policy of each device, in the order of their numbers."""
+    """Policies of a fleet; `turns` makes the turn policy of each device, called in the order of device numbers."""
 
     turns: Callable[[], Turns]
     dispatch: Dispatch
-    shares: bool = False  # resident models share the device, and no time goes where one steps after another
+    shares: bool = False  # resident models share the device, and switches between models take no time
 
 
 def _aegaeon(setting: Setting, prefill: int = 0, quota: float = 0.0) -> Fleet:
-    """`prefill` devices, or 3 of 8; quotas of at most so many seconds, or without a knob."""
+    """Fleet of Aegaeon with `prefill` devices for prefill (0: 3 in 8), the rest for decode; a single device does both.
+
+    `quota`: longest quota in seconds; 0: quotas without a knob. Raises ValueError if no device is left for decode."""
     if setting.devices == 1:
-        return Fleet(lambda: Aegaeon(quota or None), LeastLoaded())
+        return Fleet(lambda: Aegaeon(quota or None), GatewayDispatch(setting.sight))
     count = round(prefill) or max(1, round(setting.devices * 3 / 8))
     if count >= setting.devices:
         raise ValueError(f"{count} devices for prefill leave none of {setting.devices} for decode")
-    return Fleet(lambda: Aegaeon(quota or None), Roles(count))
+    return Fleet(lambda: Aegaeon(quota or None), Roles(count, setting.sight))
 
 
 def _fixed(setting: Setting, models_most: int) -> Fleet:
@@ -70,41 +76,47 @@ def _prism(setting: Setting) -> Fleet:
     return Fleet(Prism, Pressure(memory_bytes, round(memory_bytes * KV_LEAST / 4)), shares=True)
 
 
-# Each is given the setting, and what is tuned by name.
+# A function of the setting makes each fleet; tuned values are passed by name.
 FLEETS: dict[str, Callable[..., Fleet]] = {
-    "slack": lambda setting: Fleet(Slack, LeastLoaded()),
+    "slack": lambda setting: Fleet(Slack, GatewayDispatch(setting.sight)),
     "aegaeon": _aegaeon,
     "aegaeon-paper": lambda setting: _aegaeon(setting, quota=4.0),
-    "aegaeon-unified": lambda setting, quota=0.0: Fleet(lambda: Aegaeon(quota or None), LeastLoaded()),
+    "aegaeon-unified": lambda setting, quota=0.0: Fleet(lambda: Aegaeon(quota or None), GatewayDispatch(setting.sight)),
     "request": lambda setting: Fleet(RequestLevel, FirstFree()),
     "request-shortest": lambda setting: Fleet(RequestLevel, FirstFree(shortest=True)),
     "prism": _prism,
     "resident": lambda setting, models=3: _fixed(setting, models),
     "dedicated": lambda setting: _fixed(setting, 1),
-    "round-robin": lambda setting, quota=8: Fleet(lambda: RoundRobin(quota), LeastLoaded()),
+    "round-robin": lambda setting, quota=8: Fleet(lambda: RoundRobin(quota), GatewayDispatch(setting.sight)),
 }
 
-# Where devices come and go, or requests move. In the last two any device may serve any model.
-DISPATCHES: dict[str, Callable[[], Dispatch]] = {"least-loaded": LeastLoaded, "freest": Freest, "in-turns": InTurns}
-# Freeness of a fleet that scales, by whether each model has one place: then it is time that gets short, not memory.
+# Dispatches for fleets whose devices come and go or whose requests move. Under `freest` and `in-turns` any device may
+# serve any model.
+DISPATCHES: dict[str, Callable[[Sight], Dispatch]] = {
+    "gateways": GatewayDispatch,
+    "freest": lambda sight: Freest(),
+    "in-turns": lambda sight: InTurns(),
+}
+# Freeness of a scaling fleet, by whether each model has a single place: then time gets short, not memory.
 BANDS = {True: (150.0, 400.0), False: (10.0, 60.0)}
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """What happens to a fleet while it serves."""
+    """Dispatch of a fleet, sight of its gateways, and changes while serving: migration, scaling and faults."""
 
-    dispatch: str = ""  # one of DISPATCHES instead of the policy's own
+    dispatch: str = ""  # a name in DISPATCHES, to replace the policy's dispatch
     migrate: bool = False
     scale: tuple[int, int] | None = None  # the fewest devices and the most
     faults: int = 0
     seed: int = 0  # of the faults
+    sight: Sight = AS_GATEWAYS_SEE
 
 
 AS_IT_IS = Changes()
 
 
 def check(policy: str, **tuning: float) -> None:
-    """Raises ValueError where there is no such policy, or it can't be tuned so."""
+    """Raises ValueError if no policy has the name, or if the policy has no such settings."""
     make = FLEETS.get(policy)
     if make is None:
         raise ValueError(f"policy is {policy!r}: one of {', '.join(FLEETS)}")
@@ -120,17 +132,20 @@ def simulate(
     policy: str,
     devices: int,
     objective: Objective,
-    spans: list[Span] | None = None,
+    spans: list[LaneSpan] | None = None,
     checks: bool = False,
     warm_s: float = 60.0,
     drain_s: float = 120.0,
     changes: Changes = AS_IT_IS,
     **tuning: float,
-) -> Result:
-    """What became of the requests after the warm-up, which is at most a quarter of the workload. Raises ValueError."""
+) -> SimulationResult:
+    """Simulates a workload and returns the result for requests after the warm-up.
+
+    The warm-up is at most a quarter of the workload. Raises ValueError if the policy, the tuning and the changes do not
+    fit together."""
     check(policy, **tuning)
-    fleet = FLEETS[policy](Setting(workload, profile, devices), **tuning)
-    dispatch = DISPATCHES[changes.dispatch]() if changes.dispatch else fleet.dispatch
+    fleet = FLEETS[policy](Setting(workload, profile, devices, changes.sight), **tuning)
+    dispatch = DISPATCHES[changes.dispatch](changes.sight) if changes.dispatch else fleet.dispatch
     world = World(
         workload,
         _shared(profile) if fleet.shares else profile,
@@ -148,9 +163,11 @@ def simulate(
 
 
 def _rules(changes: Changes, policy: str, dispatch: Dispatch) -> Rules | None:
-    """None where devices need not report. Raises ValueError where the dispatch can't do what is asked."""
+    """Rules of the cluster; None if devices need not report.
+
+    Raises ValueError if the dispatch can't migrate requests, scale or survive faults."""
     if (changes.migrate or changes.scale or changes.faults) and not isinstance(
-        dispatch, (LeastLoaded, Freest, InTurns)
+        dispatch, (GatewayDispatch, Freest, InTurns)
     ):
         raise ValueError(
             f"devices of policy {policy!r} have fixed parts, so requests do not move and devices do not come or go: "
@@ -158,7 +175,7 @@ def _rules(changes: Changes, policy: str, dispatch: Dispatch) -> Rules | None:
         )
     if not (changes.migrate or changes.scale or isinstance(dispatch, Freest)):
         return None
-    whole = isinstance(dispatch, LeastLoaded)
+    whole = isinstance(dispatch, GatewayDispatch)
     band = Band(*changes.scale, *BANDS[whole]) if changes.scale else None
     return Rules(migrate=changes.migrate, whole=whole, band=band)
 

@@ -1,69 +1,67 @@
-"""Live migration in virtual time: requests go from one device to another while their tokens go on.
+"""Live migration in virtual time: requests move between devices while their tokens go on.
 
-In stages: keys and values are copied while the source makes tokens, then those of these tokens, and when few are left
-the request pauses, the last are copied, and the target goes on. The target must have room and the model; where it lacks
-the model it fetches it meanwhile. What waits for its first step has nothing to copy. A move is given up, and leaves all
-as it was, when the request ends, when either device is gone, or when the target is not ready in time.
+A migration has stages: keys and values are copied while the source makes tokens, then the keys and values of the new
+tokens. When few are left, the request pauses, the last keys and values are copied, and the target goes on. The target
+must have room and the model; a target without the model fetches the model meanwhile. A request that waits for its first
+step has no keys and values to copy. A move is given up, and changes nothing, if the request ends, if a device is gone,
+or if the target is not ready in time. If the target is lost during the pause, the request is dispatched again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from runtime.cluster import Migrate
-from runtime.events import Departed
-from runtime.model import Phase
-from runtime.policy.migration import freeness, helps, pick
-from runtime.request import ModelKey, Request, RequestId
+from runtime.core.device.events import MoveStep
+from runtime.core.device.model import Phase
+from runtime.core.device.request import ModelKey, Request, RequestId
+from runtime.core.fleet.cluster import MigrateOrder
+from runtime.core.fleet.rebalance import freeness, helps, pick
+from runtime.sim.device import SimulatedDevice
+from runtime.sim.simulation import Simulation
 
-if TYPE_CHECKING:
-    from runtime.sim.device import Device
-    from runtime.sim.world import World
-
-PAUSE_S = 0.02  # of a request in the last stage, besides its last copy (Llumnix, §6.2)
+PAUSE_S = 0.02  # pause of a request in the last stage, besides the last copy (Llumnix, §6.2)
 STAGES_MOST = 3
-TAIL_TOKENS = 16  # so few are copied in the pause
-READY_S = 0.1  # between two looks whether the target has the model
-READY_S_MOST = 10.0  # then it is given up
+TAIL_TOKENS = 16  # at most so many tokens left: the request pauses for the last copy
+READY_S = 0.1  # interval of checks whether the target has the model
+READY_S_MOST = 10.0  # time after which a move to a target without the model is given up
 
 
 @dataclass(slots=True, eq=False)
-class Move:
+class SimulatedMove:
     request: Request
-    source: Device
-    target: Device
+    source: SimulatedDevice
+    target: SimulatedDevice
     began_at: float
     stages: int = 0
     copied: int = 0  # tokens whose keys and values are at the target
 
 
 class Moves:
-    """All that are under way."""
+    """Migrations under way in the world."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.by_request: dict[RequestId, Move] = {}
-        self.paused: dict[RequestId, Move] = {}  # at neither device
-        self.pairs: dict[int, int] = {}  # by source, as long as the orders of this interval hold
+    def __init__(self, world: Simulation, devices: list[SimulatedDevice]) -> None:
+        """`devices`: the world's list by number, which grows while the simulation runs."""
+        self.world, self.devices = world, devices
+        self.by_request: dict[RequestId, SimulatedMove] = {}
+        self.paused: dict[RequestId, SimulatedMove] = {}  # moves whose request is at neither device
+        self.pairs: dict[int, int] = {}  # source → target, by the orders of the present interval
         self.done = self.given_up = 0
 
-    def order(self, orders: list[Migrate]) -> None:
-        """Those of this interval; those of the one before no longer hold."""
-        world = self.world
+    def order(self, orders: list[MigrateOrder]) -> None:
+        """Obeys the orders of a new interval; earlier orders no longer hold."""
         self.pairs = {order.source: order.target for order in orders if order.model is None}
         for order in orders:
             if order.model is None:
                 self._give(order.source)
             else:
-                self._give_all(world.devices[order.source], world.devices[order.target], order.model)
+                self._give_all(self.devices[order.source], self.devices[order.target], order.model)
 
     def _give(self, number: int) -> None:
-        """The next request of this source, if none is on its way and the pair still helps."""
+        """Begins the move of the source's next request, if no request is on the way and the pair still helps."""
         other = self.pairs.get(number)
         if other is None:
             return
-        source, target = self.world.devices[number], self.world.devices[other]
+        source, target = self.devices[number], self.devices[other]
         if source.gone or target.gone or self._gives(source):
             return
         drains, low = self.world.cluster.devices[number].drains, self.world.cluster.rules.low_steps
@@ -74,35 +72,36 @@ class Moves:
         if usage is not None and helps(load, there, drains, low, usage.kv_bytes):
             self._begin(source.request(usage.model, usage.request), source, target)
 
-    def _gives(self, source: Device) -> bool:
+    def _gives(self, source: SimulatedDevice) -> bool:
         return any(move.source is source for move in self.by_request.values())
 
-    def _give_all(self, source: Device, target: Device, key: ModelKey) -> None:
+    def _give_all(self, source: SimulatedDevice, target: SimulatedDevice, key: ModelKey) -> None:
         model = source.instance.models[key]
-        for request in [*model.waiting.values(), *model.running.values()]:
+        for request in [*model.queues.waiting.values(), *model.queues.running.values()]:
             if request.id not in self.by_request:
                 self._begin(request, source, target)
         self._settle(source)
 
-    def _begin(self, request: Request, source: Device, target: Device) -> None:
-        move = self.by_request[request.id] = Move(request, source, target, self.world.now)
+    def _begin(self, request: Request, source: SimulatedDevice, target: SimulatedDevice) -> None:
+        move = self.by_request[request.id] = SimulatedMove(request, source, target, self.world.now)
+        self.world.moving.add(request.id)
         if request.computed:
             target.wake(request.model)
             self._copy(move)
         else:
             self._leave(move)
 
-    def _copy(self, move: Move) -> None:
+    def _copy(self, move: SimulatedMove) -> None:
         tokens = move.request.context - move.copied
         move.copied += tokens
         move.stages += 1
         self.world.at(self.world.now + self._copy_s(move, tokens), self._copied, move)
 
-    def _copy_s(self, move: Move, tokens: int) -> float:
-        costs = self.world.costs[move.request.model]
+    def _copy_s(self, move: SimulatedMove, tokens: int) -> float:
+        costs = move.source.costs[move.request.model]
         return tokens * costs.kv_bytes_per_token * costs.copy_s_per_byte
 
-    def _copied(self, move: Move) -> None:
+    def _copied(self, move: SimulatedMove) -> None:
         if not self._possible(move):
             self._end(move, given_up=True)
         elif move.request.context - move.copied > TAIL_TOKENS and move.stages < STAGES_MOST:
@@ -118,7 +117,7 @@ class Moves:
         else:
             move.source.between_steps(move.request.model, self._leave, move)
 
-    def _possible(self, move: Move) -> bool:
+    def _possible(self, move: SimulatedMove) -> bool:
         request, source, target = move.request, move.source, move.target
         if source.gone or target.gone or not source.has(request):
             return False
@@ -126,19 +125,19 @@ class Moves:
         needed = request.context * self.world.costs[request.model].kv_bytes_per_token
         return needed <= there.kv_bytes - there.used_bytes
 
-    def _leave(self, move: Move) -> None:
-        """Between two steps of the source: from here on the request is the target's."""
+    def _leave(self, move: SimulatedMove) -> None:
+        """Takes the request off the source, between two steps; from here on the request belongs to the target."""
         world, source, request = self.world, move.source, move.request
         if source.gone or move.target.gone or not source.has(request):
             self._end(move, given_up=True)
             return
         self.paused[request.id] = move
-        source.happen(Departed([request.id]))
+        source.happen(MoveStep("release", request.model, request.id))
         world.cluster.ended(request, source.number)
         pause_s = PAUSE_S + self._copy_s(move, request.context - move.copied) if request.computed else 0.0
         world.at(world.now + pause_s, self._land, move)
 
-    def _land(self, move: Move) -> None:
+    def _land(self, move: SimulatedMove) -> None:
         world, target, request = self.world, move.target, move.request
         del self.paused[request.id]
         if target.gone:
@@ -146,18 +145,19 @@ class Moves:
         else:
             moved = replace(request, handed=request.computed)
             moved.progress = request.progress
-            world.cluster.assigned(moved, target.number)
+            world.moved(moved, target.number)
             target.arrive(moved)
         self._end(move, given_up=target.gone)
 
-    def _end(self, move: Move, given_up: bool) -> None:
+    def _end(self, move: SimulatedMove, given_up: bool) -> None:
         del self.by_request[move.request.id]
+        self.world.moving.remove(move.request.id)
         self.done += not given_up
         self.given_up += given_up
         self._settle(move.source)
         if not given_up:
             self._give(move.source.number)
 
-    def _settle(self, source: Device) -> None:
+    def _settle(self, source: SimulatedDevice) -> None:
         if not self._gives(source):
             self.world.cluster.settled(source.number)

@@ -1,9 +1,9 @@
-"""Sources for mypyc, made of ours: they say the same, and leave nothing to be looked up by name while they run.
+"""Rewrites this project's sources for mypyc: equal meaning, without look-ups by name at run time.
 
-To mypyc a struct is a stranger, whose fields it asks for by name. The `__init__` of a dataclass is made while it runs
-and stays interpreted, constants and members of enums are looked up in dictionaries, and `match` asks for fields by name
-whoever has them. So structs become plain classes, dataclasses get their `__init__`, `match` over classes becomes `if`,
-constants are final, and members of enums constants.
+Code compiled by mypyc looks up the fields of a struct by name. The `__init__` of a dataclass is made at run time and
+stays interpreted, constants and members of enums are looked up in dictionaries, and `match` looks up fields by name for
+any class. The rewrite turns structs into plain classes, gives dataclasses an `__init__`, turns `match` over classes
+into `if`, makes constants final, and makes members of enums constants.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-STRUCT = "msgspec.Struct"
+STRUCTS = ("msgspec.Struct", "Message")  # bases of structs
 _CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*$")
 
-Fields = Mapping[str, Sequence[str]]  # of classes, by name: what `match` takes in this order
+Fields = Mapping[str, Sequence[str]]  # class name → field names, in the order of positional `match` patterns
 
 
 def fields(sources: Iterable[str]) -> dict[str, list[str]]:
-    """Of all structs and dataclasses."""
+    """Field names of every struct and dataclass in the sources, by class name."""
     classes = [node for source in sources for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     return {
         each.name: [_name(field) for field in _fields(each)] for each in classes if _is_struct(each) or _dataclass(each)
@@ -33,8 +33,12 @@ def enums(sources: Iterable[str]) -> set[str]:
 
 
 def native(source: str, of: Fields, members_of: set[str], structs: bool) -> str:
-    """`of`: the fields of all classes; `members_of`: all enums; `structs`: those of this file become classes, too, so
-    nothing may encode or decode them."""
+    """Source rewritten for mypyc.
+
+    Args:
+        of: fields of every class, from `fields`.
+        members_of: names of enums, from `enums`.
+        structs: whether structs of this file become classes; no code may encode or decode such structs."""
     tree = ast.parse(source)
     rewritten = _Rewritten(of, members_of, structs)
     tree = rewritten.visit(tree)
@@ -49,7 +53,7 @@ def native(source: str, of: Fields, members_of: set[str], structs: bool) -> str:
 
 
 def _opens(node: ast.stmt) -> bool:
-    """The docstring, and what has to come before all else."""
+    """Whether a statement must stay at the top: the docstring, or an import from `__future__`."""
     return isinstance(node, ast.Expr) or (isinstance(node, ast.ImportFrom) and node.module == "__future__")
 
 
@@ -58,7 +62,7 @@ def _is_constant(targets: Sequence[ast.expr]) -> bool:
 
 
 def _put_constants(body: list[ast.stmt], members: Mapping[str, ast.Attribute]) -> None:
-    """Each behind the import or the class of its enum."""
+    """Inserts each constant after the import or the class of its enum."""
     for name, member in members.items():
         enum = ast.unparse(member.value)
         at = next(n for n, each in enumerate(body) if enum in _brings(each))
@@ -73,7 +77,7 @@ def _brings(node: ast.stmt) -> list[str]:
 
 class _Rewritten(ast.NodeTransformer):
     def __init__(self, of: Fields, members_of: set[str], structs: bool) -> None:
-        self.members: dict[str, ast.Attribute] = {}  # of enums, by the name of the constant
+        self.members: dict[str, ast.Attribute] = {}  # name of the constant → member of an enum
         self._of, self._members_of, self._structs = of, members_of, structs
         self._inside = 0  # functions
 
@@ -92,7 +96,8 @@ class _Rewritten(ast.NodeTransformer):
         return ast.Name(name, ast.Load())
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """mypyc knows the least of two, `any` of a generator, and `isinstance` of a tuple."""
+        """Rewrites calls into forms that mypyc compiles well: `min` of two, `any` of a generator, `isinstance` of a
+        tuple."""
         self.generic_visit(node)
         if not isinstance(node.func, ast.Name) or node.keywords:
             return node
@@ -138,7 +143,7 @@ class _Rewritten(ast.NodeTransformer):
                 return None
             if part.name is not None:
                 taken[part.name] = field
-        # Two cases may give one name to values of two kinds.
+        # Two cases may bind values of different types to a single name.
         renamed = _Renamed({name: f"{name}_{number}" for name in taken})
         takes = [ast.parse(f"{name}_{number} = {subject}.{field}").body[0] for name, field in taken.items()]
         return test, takes + [renamed.visit(each) for each in case.body]
@@ -171,11 +176,11 @@ def _alternatives(union: ast.expr) -> list[ast.expr]:
 
 
 def _is_struct(node: ast.ClassDef) -> bool:
-    return [ast.unparse(base) for base in node.bases] == [STRUCT]
+    return [ast.unparse(base) for base in node.bases] in [[base] for base in STRUCTS]
 
 
 def _dataclass(node: ast.ClassDef) -> ast.Call | None:
-    """Its decorator."""
+    """Call of the `dataclass` decorator of a class; None without the decorator."""
     for each in node.decorator_list:
         if isinstance(each, ast.Call) and ast.unparse(each.func) == "dataclass":
             return each
@@ -191,7 +196,7 @@ def _name(field: ast.AnnAssign) -> str:
 
 
 def _plain(node: ast.ClassDef) -> ast.ClassDef:
-    """A struct as a class: made, compared, shown and copied to other processes as before."""
+    """Turns a struct into a class that is made, compared, printed and pickled like the struct."""
     own = _fields(node)
     names = [_name(field) for field in own]
     takes = [f"{_name(each)}: {ast.unparse(each.annotation)}{_default(each)}" for each in own]
@@ -221,8 +226,8 @@ def _default(field: ast.AnnAssign) -> str:
 
 
 def _with_init(node: ast.ClassDef) -> ast.ClassDef:
-    """A dataclass with an `__init__` of its own, and without slots: native classes have them anyway, and can't be made
-    anew to get them."""
+    """Gives a dataclass a written `__init__` and removes `slots=True`: native classes have slots anyway, and can't be
+    created a second time to get slots."""
     decorator = _dataclass(node)
     assert decorator is not None
     given = {each.arg for each in decorator.keywords}
@@ -249,7 +254,7 @@ def _with_init(node: ast.ClassDef) -> ast.ClassDef:
 
 
 def _options(value: ast.expr | None) -> dict[str, str] | None:
-    """Of `field(...)`."""
+    """Options of a `field(...)` call; None for a different value."""
     if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "field"):
         return None
     return {each.arg or "": ast.unparse(each.value) for each in value.keywords}

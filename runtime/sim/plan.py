@@ -1,4 +1,4 @@
-"""How many GPUs the workload of a trace needs, and which of its models could not keep their objectives even alone."""
+"""Plan for the workload of a trace: the number of GPUs needed, and models unable to keep the objective even alone."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from runtime.costs import Count, ModelCosts, ModelSize, NotNegative, Profile
-from runtime.request import Objective
+from runtime.core.device.request import Objective
+from runtime.core.ledgers.costs import Count, ModelCosts, ModelSize, NotNegative, Profile
 from runtime.sim.capacity import Each
-from runtime.sim.fleet import simulate
+from runtime.sim.dispatch.sight import AS_GATEWAYS_SEE, Sight
+from runtime.sim.fleet import Changes, simulate
 from runtime.sim.trace import Trace
 from runtime.sim.workload import BASE_SIZES, Workload
-from runtime.sim.world import Result
+from runtime.sim.world import SimulationResult
 
 BYTES_PER_PARAMETER = 2  # bfloat16
 
 
 class Stated(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model's size as a file says it: parameters, or bytes of weights, or both."""
+    """Size of a model as stated in a file: parameters, or bytes of weights, or both."""
 
     kv_bytes_per_token: NotNegative
     parameters: Count | None = None
@@ -38,46 +39,51 @@ class Stated(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Alone(NamedTuple):
-    """A model with a GPU to itself."""
+    """Times of a model with a GPU to itself."""
 
     model: str
-    ttft_s: float  # of its longest prompt, with the weights not there yet
-    step_s: float  # of one request, at its longest context
-    unmeetable: str | None  # why it would be late even so: one sentence with the remedy
+    ttft_s: float  # TTFT of the longest prompt, loading included
+    step_s: float  # step of a single request at the longest context
+    unmeetable: str | None  # reason why the model would be late even alone: a sentence with the remedy
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Of the GPU's kind, by how many: the results of 1, 2, … up to as many as there may be."""
+class CapacityPlan:
+    """Answer to a question: `results` for 1, 2, … up to the most GPUs, and the number of GPUs needed."""
 
-    needed: int | None  # None: even the most are too few
-    results: list[Result]
+    needed: int | None  # None: even the most GPUs are too few
+    results: list[SimulationResult]
     alone: list[Alone]
 
 
 @dataclass(frozen=True)
 class Question:
-    """Whose answer is a `Plan`. It must pickle."""
+    """Question answered by a `CapacityPlan`; must pickle."""
 
     workload: Workload
     profile: Profile
     policy: str
     objective: Objective
+    sight: Sight = AS_GATEWAYS_SEE
 
-    def with_gpus(self, gpus: int) -> Result:
-        """All requests count: what a trace begins with is no warm-up."""
-        return simulate(self.workload, self.profile, self.policy, gpus, self.objective, warm_s=0)
+    def with_gpus(self, gpus: int) -> SimulationResult:
+        """Simulates `gpus` GPUs. Every request counts: the beginning of a trace is no warm-up."""
+        changes = Changes(sight=self.sight)
+        return simulate(self.workload, self.profile, self.policy, gpus, self.objective, warm_s=0, changes=changes)
 
 
-def plan(question: Question, gpus_most: int, attainment: float, each: Each = map) -> Plan:
-    """Needed is the smallest number from which on `min` is as asked. Raises ValueError."""
+def plan(question: Question, gpus_most: int, attainment: float, each: Each = map) -> CapacityPlan:
+    """Simulates 1 to `gpus_most` GPUs.
+
+    The number needed is the smallest from which on the result's `min` is at least `attainment`. Raises ValueError if
+    the policy can't run the workload."""
     alone = [_alone(question, index) for index in range(len(question.workload.models))]
     results = list(each(question.with_gpus, range(1, gpus_most + 1)))
-    return Plan(_needed([result.min >= attainment for result in results]), results, alone)
+    return CapacityPlan(_needed([result.min >= attainment for result in results]), results, alone)
 
 
 def _needed(enough: list[bool]) -> int | None:
-    """Counted from 1."""
+    """Smallest number of GPUs, from 1, from which on `enough` stays true; None if the last is false."""
     failing = [gpus for gpus, is_enough in enumerate(enough, start=1) if not is_enough]
     fewest = failing[-1] + 1 if failing else 1
     return fewest if fewest <= len(enough) else None
@@ -140,8 +146,10 @@ def _told(value: float) -> str:
 
 
 def as_it_is(trace: Trace, sizes: Mapping[str, ModelSize] | None) -> Workload:
-    """Each model of the trace is one model, of the size stated, or of the base mix in turns. Raises ValueError."""
-    duration_s = trace.duration_s or 1.0  # one request, or all at once
+    """Workload with the models of the trace; sizes as stated in `sizes`, or, if None, of the base mix in turns.
+
+    Raises ValueError if `sizes` lacks a model."""
+    duration_s = trace.duration_s or 1.0  # a single request, or requests all at once
     requests = np.bincount(trace.model, minlength=len(trace.names))
     return Workload(
         models=[_size(name, index, sizes) for index, name in enumerate(trace.names)],
@@ -155,7 +163,7 @@ def as_it_is(trace: Trace, sizes: Mapping[str, ModelSize] | None) -> Workload:
 
 
 def _size(name: str, index: int, sizes: Mapping[str, ModelSize] | None) -> ModelSize:
-    name = name or "model"  # a trace of one model need not name it
+    name = name or "model"  # a trace of a single model need not name the model
     if sizes is None:
         return msgspec.structs.replace(BASE_SIZES[index % len(BASE_SIZES)], name=name)
     if name not in sizes:
@@ -164,8 +172,9 @@ def _size(name: str, index: int, sizes: Mapping[str, ModelSize] | None) -> Model
 
 
 def read_sizes(path: Path) -> dict[str, ModelSize]:
-    """A JSON object, or a CSV with a column `model`: for each model its parameters, weight_bytes (either may be left
-    out) and kv_bytes_per_token. Raises ValueError, OSError."""
+    """Reads sizes by model from a JSON object, or from a CSV with a column `model`.
+
+    A model has `parameters` or `weight_bytes`, or both, and `kv_bytes_per_token`. Raises ValueError, OSError."""
     try:
         if path.suffix == ".json":
             stated = msgspec.json.decode(path.read_bytes(), type=dict[str, Stated])

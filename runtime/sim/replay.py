@@ -1,6 +1,6 @@
-"""A journal of production heard again: a machine in virtual time is asked what the real one was, and must say the same.
+"""Replay of a production journal: an `Instance` in virtual time is fed the journal and must decide as recorded.
 
-What is simulated is what runs: the same events at the same times make the same decisions, byte for byte.
+Simulations run the code of production: equal events at equal times make equal decisions, byte for byte.
 """
 
 from __future__ import annotations
@@ -10,27 +10,39 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.account import Account
-from runtime.costs import ModelCosts
-from runtime.instance import Instance
-from runtime.journal import Answered, Asked, Began, Costed, Heard, Record, encoded, event_of, read
-from runtime.pages import Pages
-from runtime.policy.by_name import POLICIES
-from runtime.policy.turns import Turns
-from runtime.request import ModelKey
-from store.wire import EngineSpec
+from runtime.core.device.instance import Instance
+from runtime.core.device.pages import Pages
+from runtime.core.device.request import ModelKey
+from runtime.core.fleet.recorded import DispatchReplay, is_dispatch_record, replay_dispatch
+from runtime.core.ledgers.costs import ModelCosts
+from runtime.core.ledgers.device_time import DeviceTime
+from runtime.core.turns.registry import POLICIES
+from runtime.core.turns.turn import Turns
+from runtime.device.journal import (
+    AnswerRecord,
+    BeginRecord,
+    CostsRecord,
+    DecideRecord,
+    EventRecord,
+    Record,
+    encoded,
+    event_of,
+    read,
+)
+from store.contract.wire import EngineSpec
+from store.files.records import records
 
 NO_ANSWER = "nothing: the journal has no answer"
 
 
 class CostsMissing(Exception):
-    """The machine asks for what the journal does not say."""
+    """The replayed `Instance` asks for costs of a model that the journal lacks."""
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Where the two machines say something else for the first time."""
+    """First difference between the recorded and the replayed decisions."""
 
-    record: int  # of the journal, from 1
+    record: int  # number of the record in the journal, from 1
     now: float  # seconds on the device's clock
     question: str
     recorded: str
@@ -43,92 +55,109 @@ class Difference(msgspec.Struct, frozen=True):
         )
 
 
-class Report(msgspec.Struct, frozen=True):
-    """What was compared, up to the first difference."""
+class ReplayReport(msgspec.Struct, frozen=True):
+    """Counts of compared items, up to the first difference."""
 
-    runs: int  # of device processes, one after the other in the file
+    runs: int  # device processes, one after another in the file
     heard: int  # events
     asked: int  # decisions of a free device
     difference: Difference | None = None
 
 
-def replay(path: Path) -> Report:
-    """Raises OSError and ValueError."""
+def replay(path: Path) -> ReplayReport:
+    """Replays the journal at `path`. Raises OSError, or ValueError if the file is no journal."""
     with path.open("rb") as file:
         return compare(read(file))
 
 
-def compare(records: Iterable[Record], policies: Mapping[str, Callable[[], Turns]] = POLICIES) -> Report:
-    """`policies` by the names that the journal knows them by. Raises ValueError."""
+def of_a_dispatcher(path: Path) -> bool:
+    """Return whether the file is the journal of a gateway's dispatch, not of a device. Raises OSError, ValueError."""
+    with path.open("rb") as file:
+        first = next(records(file), None)
+    return first is not None and is_dispatch_record(first[1])
+
+
+def replay_choices(path: Path) -> DispatchReplay:
+    """Replays the journal of a gateway's dispatch. Raises OSError, or ValueError if the file is no such journal."""
+    with path.open("rb") as file:
+        return replay_dispatch(records(file))
+
+
+def compare(journal: Iterable[Record], policies: Mapping[str, Callable[[], Turns]] = POLICIES) -> ReplayReport:
+    """Replays `journal`, stopping at the first difference. `policies`: turn policies by their names in the journal.
+
+    Raises ValueError if `journal` is no journal or name an unknown policy."""
     runs = heard = asked = number = 0
     machine: _Machine | None = None
-    question: Heard | Asked | None = None
-    for number, record in enumerate(records, 1):
+    question: EventRecord | DecideRecord | None = None
+    for number, record in enumerate(journal, 1):
         match record:
-            case Began():
+            case BeginRecord():
                 if machine and question and (found := machine.unanswered(question, number - 1)):
-                    return Report(runs, heard, asked, found)
+                    return ReplayReport(runs, heard, asked, found)
                 runs, machine, question = runs + 1, _Machine(record, policies), None
-            case Heard() | Asked():
+            case EventRecord() | DecideRecord():
                 question = record
-            case Costed(model, costs):
+            case CostsRecord(model, costs):
                 assert machine is not None
                 machine.costs[model] = ModelCosts(**costs)  # type: ignore[arg-type]  # of what they are
-            case Answered(effects):
+            case AnswerRecord(effects):
                 assert machine is not None
                 if question is None:
                     raise ValueError(f"record {number} of the journal answers nothing")
-                heard, asked = heard + isinstance(question, Heard), asked + isinstance(question, Asked)
+                heard, asked = heard + isinstance(question, EventRecord), asked + isinstance(question, DecideRecord)
                 if found := machine.differs(question, effects, number):
-                    return Report(runs, heard, asked, found)
+                    return ReplayReport(runs, heard, asked, found)
                 question = None
     found = machine.unanswered(question, number) if machine and question else None
-    return Report(runs, heard, asked, found)
+    return ReplayReport(runs, heard, asked, found)
 
 
 class _Machine:
-    """The one that hears it all again. It is asked when the answer is known, and with it the costs of a new model."""
+    """The replayed `Instance`, asked only once the recorded answer, and with it the costs of a new model, is known."""
 
-    def __init__(self, began: Began, policies: Mapping[str, Callable[[], Turns]]) -> None:
+    def __init__(self, began: BeginRecord, policies: Mapping[str, Callable[[], Turns]]) -> None:
         if began.policy not in policies:
             raise ValueError(f"the journal is of turn policy {began.policy!r}, and there are {', '.join(policies)}")
         self.costs: dict[ModelKey, ModelCosts] = {}
         pages = Pages(began.pages_total, began.page_bytes)
-        # When it began only says how long the device was idle before it heard anything.
-        self._instance = Instance(policies[began.policy](), pages, self._costs, Account.open(0.0))
+        # The start of the account only tells how long the device was idle before the first event.
+        self._instance = Instance(policies[began.policy](), pages, self._costs, DeviceTime.open(0.0))
 
     def _costs(self, spec: EngineSpec) -> ModelCosts:
         if spec.key not in self.costs:
             raise CostsMissing(f"the journal has no costs of {spec.key}")
         return self.costs[ModelKey(spec.key)]
 
-    def differs(self, question: Heard | Asked, recorded: msgspec.Raw, number: int) -> Difference | None:
+    def differs(self, question: EventRecord | DecideRecord, recorded: msgspec.Raw, number: int) -> Difference | None:
         replayed = self._put(question)
         if isinstance(replayed, msgspec.Raw) and bytes(replayed) == bytes(recorded):
             return None
         return Difference(number, question.now, _told(question), _shown(recorded), _shown(replayed))
 
-    def unanswered(self, question: Heard | Asked, number: int) -> Difference | None:
-        """The process ended with it. If that was the machine's fault, it happens again; if the costs of the model that
-        it hears of are not in the journal, the machine was not to blame."""
+    def unanswered(self, question: EventRecord | DecideRecord, number: int) -> Difference | None:
+        """Difference for a last question without an answer in the journal: the process ended there.
+
+        If the `Instance` was at fault, the replay raises as well. If the journal lacks costs of a model, the process
+        ended before the answer was recorded, and the `Instance` was not at fault."""
         replayed = self._put(question)
         if isinstance(replayed, msgspec.Raw | CostsMissing):
             return None
         return Difference(number, question.now, _told(question), NO_ANSWER, _shown(replayed))
 
-    def _put(self, question: Heard | Asked) -> msgspec.Raw | Exception:
-        """What it answers, or raises."""
-        event = event_of(question) if isinstance(question, Heard) else None
+    def _put(self, question: EventRecord | DecideRecord) -> msgspec.Raw | Exception:
+        """Encoded answer of the `Instance` to a question, or the exception raised."""
+        event = event_of(question) if isinstance(question, EventRecord) else None
         try:
             if event is None:
                 return encoded(self._instance.decide(question.now))
             return encoded(self._instance.hear(event, question.now))
-        except Exception as error:  # a machine that is led astray may trip over anything
+        except Exception as error:  # an `Instance` led astray may raise anything
             return error
 
 
-def _told(question: Heard | Asked) -> str:
-    return f"heard {event_of(question)}" if isinstance(question, Heard) else "asked what is to be done"
+def _told(question: EventRecord | DecideRecord) -> str:
+    return f"heard {event_of(question)}" if isinstance(question, EventRecord) else "asked what is to be done"
 
 
 def _shown(answer: msgspec.Raw | Exception) -> str:

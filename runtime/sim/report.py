@@ -1,4 +1,4 @@
-"""Pictures of a run: who held which GPU when, and how attainment falls as models are added."""
+"""Pictures of a simulated run: models on each GPU over time, and attainment falling as models are added."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import msgspec
 Lane = Literal["compute", "copy"]
 
 
-class Span(msgspec.Struct, frozen=True):
-    """One model had one lane of one GPU."""
+class LaneSpan(msgspec.Struct, frozen=True):
+    """Time in which a model had a lane of a GPU."""
 
     gpu: int
     lane: Lane
@@ -31,13 +31,13 @@ class Span(msgspec.Struct, frozen=True):
 # ── for a trace viewer ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def chrome_trace(spans: Iterable[Span]) -> bytes:
-    """JSON in the trace event format: a process for each GPU, a thread for each lane of it."""
+def chrome_trace(spans: Iterable[LaneSpan]) -> bytes:
+    """JSON in the trace event format: a process for each GPU, a thread for each lane of the GPU."""
     events: list[dict[str, object]] = []
     for (gpu, lane), own in _by_lane(spans).items():
         events.append(_metadata(gpu, 0, "process_name", f"GPU {gpu}"))
         for track, following in enumerate(_one_after_another(own)):
-            # Viewers expect slices of a thread not to overlap: copies that do get a thread more.
+            # Viewers expect slices of a thread not to overlap: overlapping copies get a further thread.
             thread = 2 * track + (lane == "copy")
             events.append(_metadata(gpu, thread, "thread_name", lane))
             events += [_slice(span, thread) for span in following]
@@ -48,7 +48,7 @@ def _metadata(gpu: int, thread: int, name: str, value: str) -> dict[str, object]
     return {"ph": "M", "pid": gpu, "tid": thread, "name": name, "args": {"name": value}}
 
 
-def _slice(span: Span, thread: int) -> dict[str, object]:
+def _slice(span: LaneSpan, thread: int) -> dict[str, object]:
     start_ns, end_ns = round(span.start_s * 1e9), round(span.end_s * 1e9)
     return {
         "ph": "X",
@@ -62,8 +62,8 @@ def _slice(span: Span, thread: int) -> dict[str, object]:
     }
 
 
-def _one_after_another(spans: Sequence[Span]) -> list[list[Span]]:
-    tracks: list[list[Span]] = []
+def _one_after_another(spans: Sequence[LaneSpan]) -> list[list[LaneSpan]]:
+    tracks: list[list[LaneSpan]] = []
     for span in spans:
         free = next((track for track in tracks if track[-1].end_s <= span.start_s), None)
         if free is None:
@@ -73,34 +73,35 @@ def _one_after_another(spans: Sequence[Span]) -> list[list[Span]]:
     return tracks
 
 
-def _by_lane(spans: Iterable[Span]) -> dict[tuple[int, Lane], list[Span]]:
-    """GPU by GPU, each lane in the order of time, whatever order they come in."""
-    lanes: dict[tuple[int, Lane], list[Span]] = {}
+def _by_lane(spans: Iterable[LaneSpan]) -> dict[tuple[int, Lane], list[LaneSpan]]:
+    """Spans by GPU and lane, each lane in the order of time; `spans` may come in any order."""
+    lanes: dict[tuple[int, Lane], list[LaneSpan]] = {}
     for span in sorted(spans, key=_place):
         lanes.setdefault((span.gpu, span.lane), []).append(span)
     return lanes
 
 
-def _place(span: Span) -> tuple[int, bool, float, float, str, str]:
+def _place(span: LaneSpan) -> tuple[int, bool, float, float, str, str]:
     return span.gpu, span.lane != "compute", span.start_s, span.end_s, span.model, span.what
 
 
 # ── the timeline ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _LEFT, _RIGHT, _TOP = 64, 64, 64
-_ROW, _COMPUTE, _COPY, _GAP = 40, 20, 5, 2  # heights: of a GPU with all that is around it, of its lanes, between them
-_PIXEL = 0.5  # nothing is drawn finer than this
+_ROW, _COMPUTE, _COPY, _GAP = 40, 20, 5, 2  # heights: a GPU with margins, the two lanes, the gap between the lanes
+_PIXEL = 0.5  # finest width drawn
 _NAMED_MOST = 12  # models in the legend
 
-Run = tuple[int, int, str]  # [from, to) in steps of _PIXEL, and who had it
+Run = tuple[int, int, str]  # [from, to) in steps of _PIXEL, and the model holding the lane
 
 
 def timeline_svg(
-    spans: Sequence[Span], width: int = 1200, title: str = "Who held each GPU", until_s: float | None = None
+    spans: Sequence[LaneSpan], width: int = 1200, title: str = "Who held each GPU", until_s: float | None = None
 ) -> str:
-    """Who held each GPU over time, in a colour for each model; below it, thin, the copies. `width` in pixels.
+    """SVG of the models on each GPU over time, in a colour for each model; below, thin, the copies.
 
-    With `until_s` from 0 up to there, whatever was held: so pictures can be laid one below the other."""
+    `width` is in pixels. With `until_s`, the picture shows the time from 0 to `until_s` whatever was held, so pictures
+    can be laid below one another."""
     across = width - _LEFT - _RIGHT
     if across < 200:
         raise ValueError(f"width is {width}: at least {_LEFT + _RIGHT + 200} are needed")
@@ -139,7 +140,7 @@ def timeline_svg(
     return _document(width, bottom + 36 + 22 * _legend_rows(models), "Who held each GPU over time", body)
 
 
-def _cut(span: Span, end_s: float) -> Span:
+def _cut(span: LaneSpan, end_s: float) -> LaneSpan:
     return msgspec.structs.replace(span, end_s=min(span.end_s, end_s))
 
 
@@ -150,13 +151,13 @@ def _middles(top: float) -> tuple[tuple[Lane, float], ...]:
 def _strokes(
     drawn: Mapping[tuple[str, Lane], Sequence[str]], held_s: Mapping[tuple[str, Lane], float]
 ) -> Iterator[str]:
-    """All that a model had of one kind is one path: a few bytes for each span, and one name under the pointer."""
+    """Draws a single path for each model and lane: a few bytes per span, and a single name under the pointer."""
     for (model, lane), strokes in drawn.items():
         name = _safe(f"{model}: {held_s[model, lane]:.4g} s of {lane}")
         yield f'<path class="{lane}" stroke="{colour(model)}" d="{"".join(strokes)}"><title>{name}</title></path>'
 
 
-def _held_s(lanes: Mapping[tuple[int, Lane], Sequence[Span]]) -> dict[tuple[str, Lane], float]:
+def _held_s(lanes: Mapping[tuple[int, Lane], Sequence[LaneSpan]]) -> dict[tuple[str, Lane], float]:
     held: dict[tuple[str, Lane], float] = {}
     for (_, lane), spans in lanes.items():
         for span in spans:
@@ -164,11 +165,12 @@ def _held_s(lanes: Mapping[tuple[int, Lane], Sequence[Span]]) -> dict[tuple[str,
     return held
 
 
-def runs(spans: Sequence[Span], start_s: float, lasted_s: float, cells: int) -> Iterator[Run]:
-    """One lane on a grid of `cells`: each cell goes to one of those who had a part of it.
+def runs(spans: Sequence[LaneSpan], start_s: float, lasted_s: float, cells: int) -> Iterator[Run]:
+    """Spans of a lane on a grid of `cells`: each cell goes to a model with a part of the cell, or stays empty.
 
-    To whom is decided as a printer decides on dots: what a model (or nobody) has had but not been given is carried on.
-    So everybody is seen for as long as they had the lane, to within a few cells, however short each span is."""
+    The choice is error diffusion, as a printer sets dots: time that a model (or idleness) had but was not given is
+    carried on. Every model is therefore shown as long as it had the lane, to within a few cells, however short its
+    spans are."""
     cells_had: list[dict[str | None, float]] = [{} for _ in range(cells)]
     per_s = cells / lasted_s
     for span in spans:
@@ -183,7 +185,7 @@ def runs(spans: Sequence[Span], start_s: float, lasted_s: float, cells: int) -> 
         for model, share in had.items():
             owed[model] = owed.get(model, 0.0) + share
         present = [model for model, share in had.items() if share > 0]
-        given = max(present, key=lambda model: owed[model])  # a tie: who came first
+        given = max(present, key=lambda model: owed[model])  # a tie: the model that came first
         owed[given] -= 1.0
         if given != holder:
             if holder is not None:
@@ -210,7 +212,7 @@ def _legend(models: Sequence[str], y: float, width: int) -> Iterator[str]:
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    """m2 before m10."""
+    """Sort key that puts m2 before m10."""
     parts = re.findall(r"[0-9]+|[^0-9]+", name)
     return tuple((int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in parts)
 
@@ -219,11 +221,11 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
 
 Curve = Sequence[tuple[float, float]]  # models per GPU, share attained
 
-_NINES = 3  # 99.9%: above that a run of minutes says nothing
+_NINES = 3  # 99.9 %: a run of minutes can't tell higher shares apart
 
 
 def attainment_svg(curves: Mapping[str, Curve], bars: Sequence[float] = (0.9, 0.99)) -> str:
-    """A line for each policy; `bars` are what is asked for. Each nine more takes as much height as the one before."""
+    """SVG with a line of attainment for each policy; `bars` are the shares asked for. Each nine has equal height."""
     width, height, left, right, top, bottom = 860, 460, 64, 200, 76, 56
     most = max((models for curve in curves.values() for models, _ in curve), default=1.0) or 1.0
 
@@ -261,7 +263,7 @@ def attainment_svg(curves: Mapping[str, Curve], bars: Sequence[float] = (0.9, 0.
 
 
 def _reach(curve: Curve, bar: float) -> float:
-    """The most models per GPU at which the bar is held: so the legend has the order of the lines, from the right."""
+    """Most models per GPU at which `curve` holds `bar`; sorts the legend in the order of the lines, from the right."""
     return max((models for models, share in curve if share >= bar), default=0.0)
 
 
@@ -296,7 +298,7 @@ def _words(x: float, y: float, text: str, kind: str) -> str:
 
 
 def _safe(text: str) -> str:
-    """XML has no way at all to say most control characters."""
+    """Text for XML. XML can't express most control characters, so they are replaced."""
     return escape(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text))
 
 
@@ -310,20 +312,20 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def colour(model: str) -> str:
-    """Of a name, the same in every run. The simulator's own names, m0, m1, …, get colours far from each other."""
+    """Colour of a model name, equal in every run. The simulator's names, m0, m1, …, get colours far apart."""
     numbered = re.fullmatch(r"m([0-9]{1,9})", model)
     return _hue(int(numbered[1]) if numbered else zlib.crc32(model.encode(errors="replace")))
 
 
 def _hue(number: int) -> str:
-    """Hues a golden angle apart, in three shades that can be read on white and on black."""
+    """Colour by number: hues a golden angle apart, in three shades readable on white and on black."""
     turn = math.tau * (0.70 + number * 0.381966011)
     lightness, chroma = ((0.66, 0.15), (0.76, 0.12), (0.56, 0.16))[number % 3]
     return _srgb(lightness, chroma * math.cos(turn), chroma * math.sin(turn))
 
 
 def _srgb(lightness: float, a: float, b: float) -> str:
-    """From Oklab, where equal steps look equal (Ottosson, 2020)."""
+    """Hex colour from Oklab, where equal steps look equal (Ottosson, 2020)."""
     long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
     medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
     short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3

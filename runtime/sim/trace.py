@@ -1,4 +1,4 @@
-"""Traces from files: when requests came, for which model, how long they were."""
+"""Traces from files: arrival time, model and lengths of requests."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ _VALUE_SHOWN = 24  # characters of a wrong value in an error
 
 
 class TraceError(ValueError):
-    """What is wrong with a file, where, in one sentence."""
+    """A file is wrong; a single sentence says where and how."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Requests in the order in which they came; `model` is an index into `names`."""
+    """Requests in the order of arrival; `model` is an index into `names`."""
 
     names: tuple[str, ...]
-    at_s: Floats  # since the first one
+    at_s: Floats  # since the first request
     model: Ints
     prompt_tokens: Ints
     output_tokens: Ints
 
     @property
     def duration_s(self) -> float:
-        """Up to where the next request was to be expected: the last one and a mean gap. 0 if all came at once."""
+        """Time to the expected next request: to the last request, and a mean gap. 0 if requests came at once."""
         requests = len(self.at_s)
         return float(self.at_s[-1]) * requests / (requests - 1) if requests > 1 else 0.0
 
 
 def read_trace(path: Path) -> Trace:
-    """Columns `t` (s, ascending), `inp` and `out` (tokens), and `model` if there are several; others are ignored.
+    """Reads a trace with columns `t` (s, ascending), `inp` and `out` (tokens), and `model` if the trace has several.
 
-    The name ends in .parquet, or it is a CSV, plain or compressed (.csv.zst). Raises TraceError."""
+    Further columns are ignored. A file not named .parquet is a CSV, plain or compressed (.csv.zst).
+    Raises TraceError."""
     rows = _read(path, ("t", "inp", "out"), optional=("model",))
     at_s = rows.numbers("t", least=0)
     backwards = np.flatnonzero(np.diff(at_s) < 0)
@@ -69,16 +70,16 @@ def read_trace(path: Path) -> Trace:
 
 @dataclass(frozen=True, eq=False)
 class ClientWindows:
-    """Windows of ten minutes of one client, and what was fitted to its gaps between requests."""
+    """Windows of ten minutes of a client, with distributions fitted to the gaps between requests."""
 
     rate: Floats  # requests per second
-    gamma: npt.NDArray[np.bool_]  # a Gamma distribution of gaps, else a Weibull
+    gamma: npt.NDArray[np.bool_]  # True: gaps are Gamma-distributed; False: Weibull
     shape: Floats
 
 
 @dataclass(frozen=True, eq=False)
 class ClientLengths:
-    """Tokens of one client's requests at `shares` of all its requests."""
+    """Quantiles of the tokens of a client's requests, at `shares`."""
 
     shares: Floats  # ascending, up to 1
     prompt_tokens: Floats
@@ -89,7 +90,7 @@ _SHARES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 
 
 
 def read_windows(path: Path) -> dict[str, ClientWindows]:
-    """By client, those windows to which something could be fitted. Raises TraceError."""
+    """Windows by client; only windows with a fitted distribution. Raises TraceError."""
     rows = _read(path, ("pool", "client", "rate", "cv", "pat", "shape"))
     clients = _clients(rows)
     rate, shape, cv = (rows.numbers(column, least=0) for column in ("rate", "shape", "cv"))
@@ -105,7 +106,7 @@ def read_windows(path: Path) -> dict[str, ClientWindows]:
 
 
 def read_lengths(path: Path) -> dict[str, ClientLengths]:
-    """By client, those of whom the lengths of both prompts and outputs are known. Raises TraceError."""
+    """Lengths by client; only clients with known lengths of prompts and of outputs. Raises TraceError."""
     columns = tuple(f"q{round(share * 100):02d}" for share in _SHARES)
     rows = _read(path, ("pool", "client", "field", *columns))
     tokens = np.stack([rows.numbers(column, least=0) for column in columns], axis=1)
@@ -130,7 +131,7 @@ def _clients(rows: _Rows) -> npt.NDArray[np.str_]:
 class _Rows:
     path: Path
     table: pa.Table  # a column that the file lacks is all nulls
-    first_row: int  # of the table, as an editor counts: the header of a CSV is row 1
+    first_row: int  # number of the table's first row in an editor: the header of a CSV is row 1
 
     def has(self, column: str) -> bool:
         cells = self.table[column]
@@ -168,7 +169,7 @@ class _Rows:
         return values
 
     def counts(self, column: str) -> Ints:
-        """Of tokens."""
+        """Column of token counts: whole numbers from 1 to TOKENS_MOST."""
         values = self.numbers(column, least=1)
         self._refuse(values != np.floor(values), column, "is not a whole number")
         self._refuse(values > TOKENS_MOST, column, f"is more than {TOKENS_MOST}")
@@ -184,7 +185,7 @@ class _Rows:
         return texts
 
     def names(self, column: str) -> tuple[tuple[str, ...], Ints]:
-        """Different texts in the order in which they first appear, and for each row which of them it has."""
+        """Distinct texts in the order of first appearance, and for each row the index of its text."""
         encoded = pc.dictionary_encode(self.table[column].combine_chunks(), null_encoding="encode")
         distinct = _Rows(self.path, pa.table({column: encoded.dictionary}), 0)
         index = np.asarray(encoded.indices).astype(np.int32)
@@ -213,12 +214,12 @@ def _read(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> _R
 
 
 def _csv(path: Path, columns: list[str]) -> _Rows:
-    """Cells as they stand in the file: what they are is for the checks to say, with row and column."""
+    """Reads cells as bytes; the checks of `_Rows` parse cells and name row and column in errors."""
     try:
         with arrow_csv.open_csv(
             path,
             read_options=arrow_csv.ReadOptions(use_threads=False),  # else rows are not counted
-            parse_options=arrow_csv.ParseOptions(ignore_empty_lines=False),  # row numbers are those of an editor
+            parse_options=arrow_csv.ParseOptions(ignore_empty_lines=False),  # rows are numbered as in an editor
             convert_options=arrow_csv.ConvertOptions(
                 check_utf8=False,
                 include_columns=columns,
@@ -228,7 +229,7 @@ def _csv(path: Path, columns: list[str]) -> _Rows:
         ) as batches:
             return _Rows(path, _table(path, batches), first_row=2)
     except pa.ArrowInvalid as error:
-        # Its own handler of such rows decodes their text first, and can't if that is no UTF-8.
+        # Arrow's handler of ragged rows decodes their text first, and fails if the text is no UTF-8.
         ragged = re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", str(error))
         if not ragged:
             raise
@@ -247,7 +248,7 @@ def _parquet(path: Path, columns: list[str]) -> _Rows:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """What the values of an encoded column (a category of pandas) are."""
+    """Type of the values of an encoded column (a category of pandas)."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 

@@ -1,38 +1,38 @@
-"""Workloads: which models there are, and when each is asked for how much. Functions of their arguments."""
+"""Workloads: models, times and lengths of requests for each model, faults of devices. Pure functions of arguments."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from runtime.costs import ModelSize
+from runtime.core.ledgers.costs import ModelSize
 from runtime.sim.trace import ClientLengths, ClientWindows, Floats, Ints, Trace
 
 
-class Tenant(NamedTuple):
+class WorkloadTenant(NamedTuple):
     name: str = ""
     weight: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """Requests in the order in which they come; `model` is an index into `models`, `tenant` into `tenants`."""
+    """Requests in the order of arrival; `model` is an index into `models`, `tenant` an index into `tenants`."""
 
     models: list[ModelSize]
-    rates: list[float]  # of the models, requests per second
+    rates: list[float]  # requests per second, by model
     duration_s: float
     at_s: Floats
     model: Ints
     prompt_tokens: Ints
     output_tokens: Ints
-    tenants: Sequence[Tenant] = (Tenant(),)
-    tenant: Ints | None = None  # None: all are the first one's
+    tenants: Sequence[WorkloadTenant] = (WorkloadTenant(),)
+    tenant: Ints | None = None  # None: requests belong to the first tenant
 
     def __post_init__(self) -> None:
         tenant = self.model if self.tenant is None else self.tenant
@@ -45,12 +45,12 @@ class Workload:
 
 def _size(name: str, billions: float, kv_bytes_per_token: int) -> ModelSize:
     parameters = round(billions * 1e9)
-    return ModelSize(name, 2 * parameters, kv_bytes_per_token, parameters)  # two bytes each: bfloat16
+    return ModelSize(name, 2 * parameters, kv_bytes_per_token, parameters)  # two bytes per parameter: bfloat16
 
 
 BASE_SIZES = (
     _size("6B", 6, 230_000),
-    _size("7B", 7, 500_000),  # every head has keys and values of its own
+    _size("7B", 7, 500_000),  # each head has separate keys and values
     _size("7B-gqa", 7, 57_000),
     _size("8B", 8, 131_000),
     _size("9B", 9, 200_000),
@@ -61,8 +61,8 @@ BASE_SIZES = (
 
 # ── generators ────────────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# Each model draws from a stream of its own: of two workloads that differ in the number of models alone, the larger one
-# has all models of the smaller one, with the same requests. So capacities can be compared without noise between sizes.
+# Each model draws from a separate random stream. If two workloads differ only in the number of models, the larger
+# workload has the models of the smaller workload with equal requests, and capacities compare without noise.
 
 
 def base(
@@ -78,7 +78,7 @@ def base(
     """`rate` requests per second and model in the mean, Zipf-distributed over models with exponent `zipf`.
 
     Gaps between a model's requests are Gamma with coefficient of variation `cv`: 1 is Poisson, more comes in bursts.
-    `lengths` names one of LENGTHS. Raises ValueError."""
+    `lengths` is a name in LENGTHS. Raises ValueError if an argument is out of range."""
     _check(models, rate=rate, duration_s=duration_s, cv=cv)
     if cv > _CV_MOST:
         raise ValueError(f"cv is {cv:g}: at most {_CV_MOST}")
@@ -100,10 +100,10 @@ def base(
 
 
 def replicated(trace: Trace, models: int, seed: int, duration_s: float | None = None) -> Workload:
-    """Models of the trace in random order, each again and again, every copy's clock turned by a random time.
+    """`models` copies of the trace's models, in random order, each copy's clock turned by a random time.
 
-    What is turned beyond the end comes at the beginning. A `duration_s` longer than the trace (None: as long) begins it
-    again. Raises ValueError."""
+    Requests turned beyond the end come at the beginning. If `duration_s` is longer than the trace (None: as long), the
+    trace begins again. Raises ValueError if an argument is out of range or the trace has no duration."""
     _check(models, **({} if duration_s is None else {"duration_s": duration_s}))
     lap_s = trace.duration_s
     if not lap_s > 0:
@@ -127,10 +127,10 @@ def servegen(
     rate: float = 0.1,
     duration_s: float = 600.0,
 ) -> Workload:
-    """Each model is asked as one client of a large service asked in ten minutes: as bursty, at lengths as its own.
+    """Requests for each model as from a random client of a large service in ten minutes: bursts and lengths alike.
 
-    Clients' rates span five orders of magnitude: their square roots, in the mean `rate`, at most 1 per second.
-    Raises ValueError."""
+    Rates of clients span five orders of magnitude, so models get square roots of the rates, scaled to the mean `rate`
+    and bounded by 1 request per second. Raises ValueError if an argument is out of range or no client is usable."""
     _check(models, rate=rate, duration_s=duration_s)
     clients = sorted(name for name in windows.keys() & lengths.keys() if len(windows[name].rate) > _WINDOWS_LEAST)
     if not clients:
@@ -152,7 +152,7 @@ def servegen(
 
 _CV_MOST = 100
 _PROMPT_MOST = 30_000  # tokens
-_WINDOWS_LEAST = 50  # of a client: others were there too shortly to say how they behave
+_WINDOWS_LEAST = 50  # windows of a client: clients with fewer were present too shortly to show a pattern
 
 
 def _check(models: int, **positive: float) -> None:
@@ -167,22 +167,26 @@ def _check(models: int, **positive: float) -> None:
 
 
 def divided(workload: Workload, weights: Sequence[float], seed: int, same_models: bool = False) -> Workload:
-    """Among tenants "t0", "t1" and so on, by their weights: the models, or by chance the requests of all models."""
+    """Workload divided among tenants "t0", "t1" and so on in proportion to `weights`.
+
+    Tenants get the models in turns, or, with `same_models`, each request at random, whatever its model."""
     share = np.array(weights) / sum(weights)
     if same_models:
         tenant = np.random.default_rng(seed).choice(len(share), len(workload.at_s), p=share).astype(np.int32)
     else:
         owners: list[int] = []
-        for count in range(1, len(workload.models) + 1):  # who lags furthest behind gets the next one
+        for count in range(1, len(workload.models) + 1):  # the tenant furthest behind gets the next model
             owners.append(int(np.argmax(count * share - np.bincount(owners, minlength=len(share)))))
         tenant = np.array(owners, np.int32)[workload.model]
-    names = [Tenant(f"t{index}", weight) for index, weight in enumerate(weights)]
+    names = [WorkloadTenant(f"t{index}", weight) for index, weight in enumerate(weights)]
     return replace(workload, tenants=names, tenant=tenant)
 
 
 def flooded(workload: Workload, times: int, seed: int, prompts: float = 1.0) -> Workload:
-    """The first tenant asks `times` as often: beside its requests come others at any time, of lengths that these have,
-    but with prompts that are `prompts` times as long."""
+    """Workload in which the first tenant has `times` as many requests.
+
+    The added requests come at random times, with lengths drawn from the tenant's requests, but with prompts `prompts`
+    times as long."""
     rng = np.random.default_rng(seed)
     own = np.arange(len(workload.at_s)) if workload.tenant is None else np.flatnonzero(workload.tenant == 0)
     more = np.repeat(own, times - 1)
@@ -240,13 +244,13 @@ def _whole(tokens: Floats, least: int, most: int) -> Ints:
 # ── arrivals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Gaps(Protocol):
-    """Between the requests of one model, in units of their mean."""
+class ArrivalGaps(Protocol):
+    """Distribution of the gaps between requests of a model, in units of the mean gap."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Floats: ...
 
     def residual(self, rng: np.random.Generator) -> float:
-        """From any moment to the next request. A moment falls into a gap the more likely the longer it is."""
+        """Time from a random moment to the next request. A random moment falls into long gaps more often."""
         ...
 
 
@@ -271,14 +275,14 @@ class Weibull(NamedTuple):
         return rng.random() * longer / math.gamma(1 + 1 / self.shape)
 
 
-def _gaps(windows: ClientWindows, place: int) -> Gaps:
-    """Below these shapes hardly any model has a request at all while it is looked at."""
+def _gaps(windows: ClientWindows, place: int) -> ArrivalGaps:
+    """Distribution fitted to a client's window. Below the bounds on the shape, hardly any model would get a request."""
     shape = float(windows.shape[place])
     return Gamma(max(0.02, shape)) if windows.gamma[place] else Weibull(max(0.2, shape))
 
 
-def _arrivals(rng: np.random.Generator, gaps: Gaps, rate: float, duration_s: float) -> Floats:
-    """Stationary: as many in the mean at the beginning as later, however bursty."""
+def _arrivals(rng: np.random.Generator, gaps: ArrivalGaps, rate: float, duration_s: float) -> Floats:
+    """Arrivals of a stationary process: the mean rate is equal at the beginning and later, however bursty."""
     chunk = math.ceil(rate * duration_s) + 16
     times = np.array([gaps.residual(rng)])
     while times[-1] < rate * duration_s:
@@ -291,7 +295,7 @@ def _arrivals(rng: np.random.Generator, gaps: Gaps, rate: float, duration_s: flo
 
 
 class _Requests(NamedTuple):
-    """Of one model, in any order."""
+    """Requests of one model, in any order."""
 
     at_s: Floats
     prompt_tokens: Ints
@@ -316,7 +320,7 @@ def _merged(
 ) -> Workload:
     at_s = np.concatenate([own.at_s for own in requests])
     model = np.repeat(np.arange(len(requests), dtype=np.int32), [len(own.at_s) for own in requests])
-    order = np.argsort(at_s, kind="stable")  # at the same time: the model with the smaller index first
+    order = np.argsort(at_s, kind="stable")  # at equal times the model with the smaller index comes first
     return Workload(
         models=[msgspec.structs.replace(sizes[index % len(sizes)], name=f"m{index}") for index in range(len(requests))],
         rates=list(rates),
@@ -326,3 +330,26 @@ def _merged(
         prompt_tokens=np.concatenate([own.prompt_tokens for own in requests])[order],
         output_tokens=np.concatenate([own.output_tokens for own in requests])[order],
     )
+
+
+# ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Kind = Literal["dies", "hangs", "drops"]
+
+SILENT_S = 2.0  # silence after which a hanging device is given up
+RESTART_S = 20.0  # time until a dead or given-up device is back, empty
+
+
+class InjectedFault(NamedTuple):
+    at_s: float
+    device: int
+    kind: Kind  # "dies" and "hangs": the device; "drops": the next migration of a request from the device fails
+
+
+def drawn(count: int, devices: int, duration_s: float, seed: int) -> list[InjectedFault]:
+    """Draws `count` faults at random times, of random devices and kinds."""
+    rng = np.random.default_rng([seed, count])
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    at_s = np.sort(rng.random(count) * duration_s).tolist()
+    rows = zip(at_s, rng.integers(devices, size=count).tolist(), rng.integers(len(kinds), size=count), strict=True)
+    return [InjectedFault(at, device, kinds[kind]) for at, device, kind in rows]

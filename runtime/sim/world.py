@@ -1,4 +1,4 @@
-"""The world in virtual time: devices that take as long as a profile says, driven by the machines of production."""
+"""World in virtual time: devices with the durations of a profile, driven by the decision code of production."""
 
 from __future__ import annotations
 
@@ -7,35 +7,33 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
-from runtime.cluster import Cluster, Join, Migrate, Order, Retire, Rules
-from runtime.costs import ModelCosts, Profile
-from runtime.policy.dispatch import Assigned, Dispatch
-from runtime.policy.turns import Turns
-from runtime.request import ModelKey, Objective, Request, RequestId, request_id
-from runtime.sim.device import Device
-from runtime.sim.faults import RESTART_S, SILENT_S, Fault
+from runtime.core.device.request import ModelKey, Objective, Request, RequestId, request_id
+from runtime.core.fleet.cluster import Join, MigrateOrder, Order, Retire, Rules
+from runtime.core.ledgers.costs import Profile
+from runtime.core.turns.turn import Turns
+from runtime.sim.device import SimulatedDevice
+from runtime.sim.dispatch.base import Assigned, Dispatch
 from runtime.sim.moves import Moves
-from runtime.sim.report import Span
-from runtime.sim.workload import Tenant, Workload
-from store.wire import EngineSpec
+from runtime.sim.report import LaneSpan
+from runtime.sim.simulation import Simulation
+from runtime.sim.workload import RESTART_S, SILENT_S, InjectedFault, Workload, WorkloadTenant
 
-JOIN_S = 20.0  # from when a device is asked for until it is there
+JOIN_S = 20.0  # time from the order of a device to its arrival
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """How requests kept their objective."""
+    """Attainment of a set of requests."""
 
     token_attainment: float
     first_token_attainment: float
     requests: int
 
 
-class Result(msgspec.Struct, frozen=True):
-    """Of the requests that came after the warm-up."""
+class SimulationResult(msgspec.Struct, frozen=True):
+    """Result of a simulation. Attainment, TTFT and `requests` count requests that came after the warm-up."""
 
     token_attainment: float
     first_token_attainment: float
@@ -43,65 +41,62 @@ class Result(msgspec.Struct, frozen=True):
     ttft_p50_s: float
     ttft_p99_s: float
     requests: int
-    finished: float  # share of all
+    finished: float  # share of the requests, warm-up included
     events: int
-    busy: float  # share of the devices' time in which they stepped
-    loading: float  # in which weights were on their way
-    fetches_per_s: float  # and device
-    gpu_hours: float = 0.0  # while requests came, of devices that were there, restarted or drained
-    held_hours: float = 0.0  # of devices whose memory for keys and values were full of what running requests held
-    whole_hours: float = 0.0  # of as few whole devices as could hold that from one second to the next
-    moves: int = 0  # of requests, to another device
+    busy: float  # share of the devices' time spent in steps
+    loading: float  # share of the devices' time with weights on the way
+    fetches_per_s: float  # per device
+    gpu_hours: float = 0.0  # paid while requests came: devices present, restarting or draining
+    held_hours: float = 0.0  # hours of devices whose KV memory the running requests would fill completely
+    whole_hours: float = 0.0  # `held_hours` rounded up to whole devices at each report
+    moves: int = 0  # migrations of requests
     moves_given_up: int = 0
-    resumed: int = 0  # times a request went on elsewhere after its device was gone
-    tenants: dict[str, Kept] = {}  # by name, where there are several
+    resumed: int = 0  # times that a request went on at a new device after the loss of its device
+    placements: int = 0  # requests sent when no device had requests of their model
+    splits: int = 0  # requests sent away from their model, though one of the devices with the model was not hot
+    refusals: int = 0  # choices of a device that was gone or leaving
+    tenants: dict[str, Kept] = {}  # by name, if the workload has several tenants
 
 
-class World:
-    """Some devices, a workload, and the time."""
+class World(Simulation):
+    """Simulated devices, a workload, the virtual time, and the queue of events.
+
+    `profile`: of every device, or one of several in turns, by the devices' numbers."""
 
     def __init__(
         self,
         workload: Workload,
-        profile: Profile,
+        profile: Profile | Sequence[Profile],
         turns: Callable[[], Turns],
         dispatch: Dispatch,
         devices: int,
         objective: Objective,
-        spans: list[Span] | None = None,
+        spans: list[LaneSpan] | None = None,
         checks: bool = False,
         rules: Rules | None = None,
-        faults: Sequence[Fault] = (),
+        faults: Sequence[InjectedFault] = (),
         join_s: float = JOIN_S,
     ) -> None:
-        self.now = 0.0
+        super().__init__(workload, profile, devices, spans, checks, rules)
         self.events = 0
-        self.workload, self.profile, self.checks, self.spans = workload, profile, checks, spans
-        self.costs = {ModelKey(size.name): profile.costs(size) for size in workload.models}
-        self.specs = {ModelKey(size.name): _spec(size.name, profile.costs(size)) for size in workload.models}
-        self.cluster = Cluster(devices, self.costs, rules)
-        self.devices = [Device(self, number, turns()) for number in range(devices)]
+        self.devices = [SimulatedDevice(self, number, turns()) for number in range(devices)]
         self.dispatch, self.objective = dispatch, objective
         self.requests: list[Request] = []
-        self.moves = Moves(self)
-        self.drops: dict[int, int] = {}  # requests that will not get away from a device, by device
+        self.moves = Moves(self, self.devices)
         self.open: set[RequestId] = set()
         self.resumed = 0
         self._turns, self._rules, self._faults, self._join_s = turns, rules, faults, join_s
-        self._gone: list[Device] = []  # and replaced
-        self._since: dict[int, float] = dict.fromkeys(range(devices), 0.0)  # that each device has been paid for
-        self._paid_s = 0.0  # of devices that retired
+        self._gone: list[SimulatedDevice] = []  # devices gone and replaced
+        self._since: dict[int, float] = dict.fromkeys(range(devices), 0.0)  # start of payment, by device
+        self._paid_s = 0.0  # paid time of retired devices
         self._held_s = self._whole_s = 0.0
-        self._homeless: list[Request] = []  # nobody serves
-        self._heap: list[tuple[float, int, Callable[..., None], Any]] = []
-        self._count = 0
-
-    def at(self, when: float, act: Callable[..., None], what: Any) -> None:
-        self._count += 1
-        heapq.heappush(self._heap, (when, self._count, act, what))
+        self._homeless: list[Request] = []  # requests that came while no device served
+        dispatch.attach(self, self.devices)
 
     def run(self, drain_s: float) -> None:
-        """All requests, and so long after the last came. Makes no cycles, so none are looked for meanwhile."""
+        """Simulates the workload, and `drain_s` after the last arrival.
+
+        A simulation makes no reference cycles, so garbage collection is off meanwhile."""
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -135,7 +130,7 @@ class World:
             act(what)
         self.now = end
 
-    def _arrive(self, stream: int, model: ModelKey, prompt: int, output: int, tenant: Tenant) -> None:
+    def _arrive(self, stream: int, model: ModelKey, prompt: int, output: int, tenant: WorkloadTenant) -> None:
         id, objective = request_id("", stream), self.objective
         request = Request(
             id, "", stream, model, b"", self.now, prompt, output, objective, model, tenant.name, tenant.weight
@@ -157,13 +152,17 @@ class World:
             self.devices[number].arrive(request)
 
     def ended(self, request: Request, number: int) -> None:
-        """A device has done its part of it, or lost it."""
+        """Notes that a device finished its part of a request, or lost the request."""
         if request.sent >= self.requests[request.stream].max_tokens:
-            self.open.remove(request.id)  # raises for one that has ended before
+            self.open.remove(request.id)  # raises if the request ended before
         self.cluster.ended(request, number)
         more = self.dispatch.ended(Assigned(request, number), self.cluster, self.now)
-        if more:  # the device is in the middle of hearing what it made
+        if more:  # later, as the device is in the middle of hearing the outputs of its step
             self.at(self.now, self._assign, more)
+
+    def moved(self, request: Request, number: int) -> None:
+        self.cluster.assigned(request, number)
+        self.dispatch.moved(request, number)
 
     # ── the fleet ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -180,7 +179,7 @@ class World:
             self._held_s += interval_s * held
             self._whole_s += interval_s * math.ceil(held)
         orders = self.cluster.tick(self.now)
-        self.moves.order([order for order in orders if isinstance(order, Migrate)])
+        self.moves.order([order for order in orders if isinstance(order, MigrateOrder)])
         for order in orders:
             self._obey(order)
         if self.checks:
@@ -190,7 +189,7 @@ class World:
     def _obey(self, order: Order) -> None:
         if isinstance(order, Join):
             leaving = [device.number for device in self.cluster.devices if device.there and device.drains]
-            for number in leaving[: order.count]:  # they are there already
+            for number in leaving[: order.count]:  # draining devices are still present
                 self.cluster.stays(number)
             for _ in range(order.count - len(leaving)):
                 self.at(self.now + self._join_s, self._join, None)
@@ -199,12 +198,12 @@ class World:
             self.devices[order.device].gone = True
 
     def _join(self, number: int | None) -> None:
-        """Another device, or the one that died comes back."""
+        """Adds a device: a new device if `number` is None, else the restarted device of the number."""
         if number is None:
             retired = (device.number for device in self.cluster.devices if not device.there and not device.died)
             number = next(retired, len(self.devices))
             self._since[number] = self.now - self._join_s
-        fresh = Device(self, number, self._turns())
+        fresh = SimulatedDevice(self, number, self._turns())
         if number == len(self.devices):
             self.devices.append(fresh)
         else:
@@ -215,7 +214,7 @@ class World:
         for request in homeless:
             self._dispatch(request)
 
-    def _fail(self, fault: Fault) -> None:
+    def _fail(self, fault: InjectedFault) -> None:
         if fault.device >= len(self.devices) or self.devices[fault.device].gone:
             return
         if fault.kind == "drops":
@@ -225,8 +224,8 @@ class World:
         device.stop()
         self.at(self.now + (SILENT_S if fault.kind == "hangs" else 0.0), self._give_up, device)
 
-    def _give_up(self, device: Device) -> None:
-        """It is known that the device is gone: what it had goes on elsewhere."""
+    def _give_up(self, device: SimulatedDevice) -> None:
+        """Notes the loss of a device. Open requests of the device go on at live devices, and the device restarts."""
         left = device.left_behind()
         for request in left:
             self.cluster.ended(request, device.number)
@@ -236,14 +235,14 @@ class World:
             self.go_on(request)
 
     def go_on(self, request: Request) -> None:
-        """At whatever device, where its keys and values are computed again."""
+        """Dispatches a request again; the new device computes the keys and values again."""
         again = replace(request, handed=False)
         again.progress = request.progress
         self.resumed += 1
         self._dispatch(again)
 
     def check(self) -> None:
-        """Whoever has not ended is in one place."""
+        """Asserts that each open request is in exactly one place."""
         there = [device for device in self.devices if self.cluster.devices[device.number].there]
         places = [request.id for device in there for request in device.left_behind()]
         places += [*self.moves.paused, *(request.id for request in self._homeless)]
@@ -254,12 +253,12 @@ class World:
     def _paid_for(self, since: float) -> float:
         return max(0.0, min(self.now, self.workload.duration_s) - since)
 
-    def result(self, warm_s: float) -> Result:
+    def result(self, warm_s: float) -> SimulationResult:
         counted = [request for request in self.requests if request.arrived_at >= warm_s]
         kept = _kept(counted)
         ttfts = sorted(request.progress.first_at - request.arrived_at for request in counted)
         devices, count = [*self.devices, *self._gone], len(self.devices)
-        return Result(
+        return SimulationResult(
             token_attainment=kept.token_attainment,
             first_token_attainment=kept.first_token_attainment,
             min=min(kept.token_attainment, kept.first_token_attainment),
@@ -277,6 +276,9 @@ class World:
             moves=self.moves.done,
             moves_given_up=self.moves.given_up,
             resumed=self.resumed,
+            placements=self.dispatch.placements,
+            splits=self.dispatch.splits,
+            refusals=self.dispatch.refusals,
             tenants=self._kept_by_tenant(counted),
         )
 
@@ -292,19 +294,6 @@ def _kept(requests: list[Request]) -> Kept:
     kept = sum(request.progress.sent - request.progress.late for request in requests)
     on_time = [request.sent > 0 and not request.progress.first_late for request in requests]
     return Kept(kept / max(1, owed), sum(on_time) / max(1, len(requests)), len(requests))
-
-
-def _spec(name: str, costs: ModelCosts) -> EngineSpec:
-    return EngineSpec(
-        key=name,
-        path=name,
-        digest="",
-        architecture="",
-        dtype="bfloat16",
-        max_model_len=1 << 20,
-        weight_bytes=costs.weight_bytes,
-        kv_bytes_per_token=round(costs.kv_bytes_per_token),
-    )
 
 
 def _quantile(values: list[float], share: float) -> float:

@@ -1,4 +1,4 @@
-"""Benches for GPUs fail where they measured nothing: what is skipped must not look like an answer."""
+"""Benches for GPUs fail without a measurement: a skipped bench must not look like an answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_without_a_vllm_for_gpus_the_bench_of_engines_fails(
 def test_a_question_that_takes_too_long_is_a_failure_that_keeps_its_answers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    bench = tmp_path / "tests/bench/bench_slow.py"
+    bench = tmp_path / "tests/bench/runtime/bench_slow.py"
     bench.parent.mkdir(parents=True)
     bench.write_text("import time\nprint('first answer', flush=True)\ntime.sleep(60)\n")
     monkeypatch.setattr(bench_engine, "ROOT", tmp_path)

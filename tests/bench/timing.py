@@ -1,4 +1,4 @@
-"""Times for the benches that drive engines: how long, how spread out, and with what else on the machine."""
+"""Times for the benches that drive engines: how long, how spread out, and under which load of the machine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from runtime.device import TRANSFER_WAIT_S
+from runtime.device.loop import TRANSFER_WAIT_S
 
 WAIT_S = 60.0
 
 
 def one_thread() -> None:
-    """Before torch is imported: the benches compare processes and engines of one compute thread each."""
+    """Give the process a single compute thread, to compare processes and engines. Call it before torch is imported."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("STACCATO_LOG_LEVEL", "error")
 
@@ -30,7 +30,7 @@ class Moving(Protocol):
 
 
 def awaited(engine: Moving, done: Callable[[], bool]) -> None:
-    """As the device's loop does when it has nothing else to do."""
+    """Wait until `done()`, as an idle device's loop waits. Fails after WAIT_S."""
     deadline = time.perf_counter() + WAIT_S
     while not done():
         assert time.perf_counter() < deadline, f"{done} is not true after {WAIT_S:.0f} s"
@@ -38,13 +38,13 @@ def awaited(engine: Moving, done: Callable[[], bool]) -> None:
 
 
 def spread(values: Iterable[float], digits: int) -> list[float]:
-    """Smallest, median, largest."""
+    """Smallest, median and largest."""
     ordered = sorted(values)
     return [round(value, digits) for value in (ordered[0], statistics.median(ordered), ordered[-1])]
 
 
 def ratios(over: Sequence[float], under: Sequence[float], digits: int = 3) -> list[float]:
-    """Of the pairs."""
+    """Spread of the ratios of the pairs."""
     return spread((a / b for a, b in zip(over, under, strict=True)), digits)
 
 
@@ -57,5 +57,5 @@ def gb_s(size: int, times: Iterable[float]) -> list[float]:
 
 
 def load() -> list[float]:
-    """Of the machine, over 1 and 5 minutes, the bench itself included."""
+    """The machine's load over 1 and 5 minutes, the bench included."""
     return [round(value, 2) for value in os.getloadavg()[:2]]

@@ -1,16 +1,18 @@
-"""Is the bill what the clients got? Compares the history of the clients with the rows of the bill.
+"""Checks whether the bill is right: compares the history of the clients with the rows of the bill.
 
-*delivered* is what came out of a client's socket, *billed* what the rows of its request say.
+*Delivered* tokens came out of a client's socket. *Billed* tokens stand in the rows of the client's request.
 
-- A client that read until the connection was closed knows all that it was sent, and is billed exactly that: whether the
-  answer was there to its end, ended with an error, or the client had gone away.
-- Where a gateway was killed, the one write that it was in may not be counted yet: nobody is billed a token that was not
-  delivered, and one request for each kill may lack the tokens of its last write.
-- Who vanished is billed no less than it read and no more than it asked for.
-- Who was refused is billed nothing.
-- The prompt is charged once: to all who got a token, in whole; to nobody twice.
-- Each row belongs to one request of its tenant. Each request that began has one, and its last word is booked.
-- Who asked the same question was told the same, as far as it was told: so nothing came twice, and nothing was left out.
+- A client that stayed knows every token sent, and is billed exactly the delivered tokens, whether the answer was
+  complete, ended with an error, or was cut off by the platform.
+- A client that went away is billed for computed tokens: at least the delivered tokens, and at most the tokens that
+  devices can have made for the request.
+- If a gateway was killed, the gateway's last write may not be counted. No client is billed an undelivered token, and a
+  single request for each kill may lack the tokens of its last write.
+- A refused request is billed nothing.
+- The prompt is charged once: in whole if the client got a token, and never twice.
+- Each row belongs to a request of the row's tenant. Each request that began has a row, and the final state is booked.
+- Clients that asked equal questions got equal answers, as far as the answers came: no token came twice, and no token
+  was left out.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from dataclasses import dataclass
 
 from tests.chaos.history import End, Seen
 
-SURE = (End.DONE, End.FAILED, End.LEFT, End.CUT)  # ends after which the client knows all that it was sent
-GATEWAY_LOST = "gateway_lost"  # how a request ended that its gateway did not survive
+SURE = (End.DONE, End.FAILED, End.CUT)  # ends of clients that stayed: delivered tokens are billed
+GONE = (End.LEFT, End.VANISHED)  # ends of clients that went away: computed tokens are billed
+GATEWAY_LOST = "gateway_lost"  # finish of a request that outlived the gateway
+CANCELLED = "cancelled"  # finish of a request whose client went away
 
 
 @dataclass(frozen=True)
 class Billed:
-    """The rows of one request."""
+    """The bill of one request, the sum of the request's rows."""
 
     request: str
     tenant: str
@@ -43,7 +47,7 @@ class Billed:
 
 
 def billed(rows: Iterable[Mapping[str, object]]) -> list[Billed]:
-    """As they stand in the export."""
+    """Bills by request, summed from `rows` in the export's form."""
     found: dict[str, list[Mapping[str, object]]] = defaultdict(list)
     for row in rows:
         found[str(row["request"])].append(row)
@@ -66,7 +70,7 @@ def _sum(rows: Iterable[Mapping[str, object]], name: str) -> int:
 
 
 def flaws(history: Iterable[Seen], bill: Iterable[Billed], gateways_killed: int = 0) -> Iterator[str]:
-    """Each a sentence with the numbers."""
+    """Flaws of the bill, each as a sentence with numbers."""
     history, rows = list(history), {one.request: one for one in bill}
     prompts = _prompts(history)
     known = {seen.request: seen for seen in history if seen.request}
@@ -109,23 +113,23 @@ def _of_request(seen: Seen, row: Billed, prompts: Mapping[str, int]) -> Iterator
 
 
 def output_bounds(seen: Seen, cut: bool) -> tuple[int, int]:
-    """`cut`: its gateway was killed."""
+    """Least and most output tokens that may be billed for the request. `cut`: the gateway was killed."""
     if seen.end is End.REFUSED:
         return 0, 0
     least = seen.tokens - seen.last_write if cut and seen.end is not End.DONE else seen.tokens
-    return least, seen.tokens if seen.end in SURE else seen.ask.tokens_most
+    return least, seen.ask.tokens_most if seen.end in GONE else seen.tokens
 
 
 def _prompt_fits(seen: Seen, row: Billed, prompt: int) -> bool:
     if seen.end is End.DONE:
         return row.prompt == prompt
-    if len(seen.ask.prompts) > 1:  # some of them may not have had their turn
+    if len(seen.ask.prompts) > 1:  # some prompts may not have had a turn
         return row.prompt <= prompt and (row.prompt > 0 or not row.output)
     return row.prompt == prompt or (row.prompt == 0 and not row.output)
 
 
 def _of_usage(seen: Seen, row: Billed, usage: Mapping[str, int]) -> Iterator[str]:
-    """What the answer itself said."""
+    """Flaws in the usage that the answer itself reports."""
     if usage["completion_tokens"] != seen.tokens:
         yield f"{seen.tokens} tokens delivered, the answer says {usage['completion_tokens']}"
     if usage["prompt_tokens"] != row.prompt:
@@ -133,7 +137,7 @@ def _of_usage(seen: Seen, row: Billed, usage: Mapping[str, int]) -> Iterator[str
 
 
 def _prompts(history: Iterable[Seen]) -> dict[str, int]:
-    """How long the prompt of each question is, as far as anybody was told."""
+    """Prompt tokens by question, as far as a client knew or was told."""
     found = {}
     for seen in history:
         if seen.ask.prompts:
@@ -144,15 +148,26 @@ def _prompts(history: Iterable[Seen]) -> dict[str, int]:
 
 
 def _nameless(history: Iterable[Seen], rows: Iterable[Billed]) -> Iterator[str]:
-    """Rows of requests whose clients were not told their name: nothing was delivered to them."""
-    asked = Counter(seen.ask.tenant for seen in history if not seen.status and seen.end is not End.UNREACHED)
-    for row in rows:
+    """Flaws in rows of requests whose clients were not told the request's id. Nothing was delivered to the clients. A
+    client that went away is billed for computed tokens."""
+    unnamed = [seen for seen in history if not seen.status and seen.end is not End.UNREACHED]
+    asked = Counter(seen.ask.tenant for seen in unnamed)
+    left = {tenant: _tokens_most(seen for seen in unnamed if seen.ask.tenant == tenant) for tenant in asked}
+    for row in sorted(rows, key=lambda row: -row.output):
         asked[row.tenant] -= 1
-        if row.output:
+        most = left.get(row.tenant, [])
+        if row.output and row.finish in (CANCELLED, GATEWAY_LOST) and most and row.output <= most[0]:
+            most.pop(0)
+        elif row.output:
             yield f"{row.request}: {row.output} tokens billed ({row.finish}), and no client got any of them"
     for tenant, left in sorted(asked.items()):
         if left < 0:
             yield f"{tenant} is billed for {-left} requests that it never made"
+
+
+def _tokens_most(seen: Iterable[Seen]) -> list[int]:
+    """Most tokens that devices can have made, for each request whose client went away, the largest number first."""
+    return sorted((each.ask.tokens_most for each in seen if each.end in GONE), reverse=True)
 
 
 def _contradictions(history: Iterable[Seen]) -> Iterator[str]:

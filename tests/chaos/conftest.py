@@ -1,4 +1,4 @@
-"""The databases; a PostgreSQL server of its own, for it is killed, too."""
+"""Fixtures: the databases, with a separate PostgreSQL server, as the tests kill the server, too."""
 
 from tests.databases import database_url as database_url
 from tests.databases import postgres_server as postgres_server

@@ -1,4 +1,4 @@
-"""Where the time of all devices went that ever lived, as the platform shows it, and whether the bill fits."""
+"""Where the time of every device process went, as shown by the platform, and whether the bill fits the time."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ LOOK_PERIOD_S = 0.5
 
 @dataclass
 class Life:
-    """Of one device process."""
+    """The life of one device process."""
 
-    time: Mapping[str, Any]  # as it was seen last; what is shown was so when the runtime said it, not when it is seen
-    began: float  # at the latest
+    time: Mapping[str, Any]  # as seen last; valid for the moment of the runtime's report, not of the look
+    began: float  # latest possible start, monotonic
 
     def look(self, time_us: Mapping[str, Any], now: float) -> None:
         self.time, self.began = time_us, min(self.began, _began(time_us, now))
 
     def unseen_s(self, later: Life) -> float:
-        """The longest that it may have lived after what was seen last, when `later` is of the process after it."""
+        """Longest time that the process may have lived after the last report, if `later` is the next process."""
         return later.began - self.began - float(self.time["wall_us"]) / 1e6
 
     def goes_on(self, later: Mapping[str, Any]) -> bool:
-        """Nothing that is counted goes back."""
+        """Whether `later` may be of the same process: no counter has gone back."""
         used = ((spent["gpu_us"] + spent["switch_us"], label) for label, spent in self.time["used"].items())
         counted = all(later[name] >= self.time[name] for name in ("wall_us", "idle_us", "platform_us"))
         return counted and all(us <= sum(later["used"].get(label, {"": 0}).values()) for us, label in used)
 
 
 class Devices:
-    """Looks at all of them for as long as `watch` runs."""
+    """Looks at every device for as long as `watch` runs."""
 
     def __init__(self) -> None:
         self._lives: dict[str, list[Life]] = {}
         self._wrong: list[str] = []
 
     async def watch(self, platform: Platform) -> None:
-        """Endless. The gateway that is asked is away now and then."""
+        """Look at the devices until cancelled. The gateway may be away now and then."""
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 answer = await asyncio.to_thread(platform.get, "/api/v1/gpus")
@@ -70,8 +70,11 @@ class Devices:
         return sum(len(lives) - 1 for lives in self._lives.values())
 
     def flaws(self, booked_us: Mapping[str, int]) -> Iterator[str]:
-        """`booked_us`: of each tenant, by id. No more is charged than devices spent on it. What one had spent after it
-        was seen last is not known: as long at most as it was not seen."""
+        """Flaws of the time booked: a tenant may be charged at most the time that devices spent on the tenant.
+
+        `booked_us`: microseconds by tenant id. The time that a device process spent after the last look is unknown, and
+        at most as long as the process lived unseen.
+        """
         yield from self._wrong
         pairs = [pair for lives in self._lives.values() for pair in itertools.pairwise(lives)]
         unseen_us = round(sum(life.unseen_s(later) for life, later in pairs) * 1e6)
@@ -82,12 +85,12 @@ class Devices:
 
 
 def _began(time_us: Mapping[str, Any], now: float) -> float:
-    """At the latest: what is seen now may have been said a while ago."""
+    """Latest possible start of the process: a report seen now may be some time old."""
     return now - float(time_us["wall_us"]) / 1e6
 
 
 def used_us(times: Iterable[Mapping[str, Any]]) -> Counter[str]:
-    """Of each tenant, by id."""
+    """Microseconds that devices spent, by tenant id."""
     used: Counter[str] = Counter()
     for time_us in times:
         for label, spent in time_us["used"].items():
@@ -96,7 +99,7 @@ def used_us(times: Iterable[Mapping[str, Any]]) -> Counter[str]:
 
 
 def unbalanced(time_us: Mapping[str, Any]) -> Iterator[str]:
-    """It is a tenant's, the platform's, nobody's, or not known yet whose."""
+    """Flaws in a device's time: each microsecond is a tenant's, the platform's, idle, or open (owner not known yet)."""
     paid = sum(used_us([time_us]).values())
     known = paid + time_us["idle_us"] + time_us["platform_us"] + time_us["open_us"]
     if known != time_us["wall_us"]:

@@ -1,8 +1,9 @@
-"""What clients asked, and what each of them saw: its own record, made of the bytes that came out of its socket.
+"""Requests of clients, and each client's own record of the answer, made of the bytes that came out of the socket.
 
-A client that goes away says so by closing its half of the connection, and reads until the gateway has closed the other
-one. What the gateway gave to the socket arrives, also when it is killed: so the record of such a client is complete.
-One that vanishes reads nothing more, and may have been sent more than it knows.
+A client that leaves closes its half of the connection, and reads until the gateway has closed the second half. Bytes
+given to the socket arrive even if the gateway is killed, so the record of the client is complete. The client may be
+billed for further tokens, made by devices until then.
+A client that vanishes reads nothing more, and may have been sent more tokens than the record has.
 """
 
 from __future__ import annotations
@@ -21,44 +22,44 @@ SILENCE_MOST_S = 90.0
 
 
 class End(StrEnum):
-    DONE = "done"  # the answer was there to its end
-    FAILED = "failed"  # it ended with an error after it had begun
-    REFUSED = "refused"  # it never began: a status of 400 or more
-    LEFT = "left"  # the client went away, and read what had been sent until then
+    DONE = "done"  # the answer was complete
+    FAILED = "failed"  # the answer ended with an error after the beginning
+    REFUSED = "refused"  # the answer never began: a status of 400 or more
+    LEFT = "left"  # the client went away, and read every byte sent until then
     VANISHED = "vanished"  # the client went away, and read nothing more
     CUT = "cut"  # the connection broke
-    UNREACHED = "unreached"  # nobody listened
-    SILENT = "silent"  # nothing came for SILENCE_MOST_S
+    UNREACHED = "unreached"  # no gateway listened
+    SILENT = "silent"  # no byte came for SILENCE_MOST_S
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. `leaves_at`: the tokens after which its client goes away."""
+    """A request. `leaves_at`: the number of tokens after which the client goes away."""
 
     number: int
     tenant: str
     path: str
     body: dict[str, Any]
     key: str
-    prompts: tuple[int, ...] = ()  # tokens of each; empty: not known before
-    tokens_most: int = 0  # of all choices
+    prompts: tuple[int, ...] = ()  # tokens of each prompt; empty: not known before
+    tokens_most: int = 0  # sum over the choices
     leaves_at: int | None = None
     vanishes: bool = False
 
     @property
     def question(self) -> str:
-        """Those who ask the same are answered the same."""
+        """The question: requests with equal questions must get equal answers."""
         return json.dumps([self.path, {k: v for k, v in self.body.items() if not k.startswith("stream")}])
 
 
 @dataclass
 class Seen:
-    """What the client of `ask` saw."""
+    """The record of the client of `ask`."""
 
     ask: Ask
     end: End = End.UNREACHED
     status: int = 0
-    request: str = ""  # the id that the gateway gave it
+    request: str = ""  # the id given by the gateway
     said: dict[int, list[int]] = field(default_factory=dict)  # tokens, by choice
     last: dict[int, int] = field(default_factory=dict)  # how many tokens came last, by choice
     usage: dict[str, Any] | None = None
@@ -66,7 +67,7 @@ class Seen:
 
     @property
     def last_write(self) -> int:
-        """The most tokens that one write of the gateway may have brought."""
+        """Most tokens that the gateway's last write may have brought."""
         return sum(self.last.values())
 
     @property
@@ -74,12 +75,12 @@ class Seen:
         return sum(map(len, self.said.values()))
 
     def line(self) -> str:
-        """For the file of a run."""
+        """The record as a line of JSON for the file of a run, without the key."""
         return json.dumps(vars(self) | {"ask": vars(self.ask) | {"key": ""}})
 
 
 async def ask(host: str, port: int, asked: Ask) -> Seen:
-    """Until the connection is closed."""
+    """Send a request and read until the connection is closed. Returns the client's record."""
     seen = Seen(asked)
     try:
         reader, writer = await asyncio.open_connection(host, port)
@@ -109,7 +110,7 @@ class _Client:
     async def run(self) -> None:
         asked, seen = self._seen.ask, self._seen
         self._send(asked)
-        seen.end = End.CUT  # until it is known better
+        seen.end = End.CUT  # until a better end is known
         self._go_if_time()
         while seen.end in (End.CUT, End.LEFT):
             self._limit.reschedule(asyncio.get_running_loop().time() + SILENCE_MOST_S)
@@ -147,7 +148,7 @@ class _Client:
             self._whole()
 
     def _event(self, said: bytes) -> None:
-        """One server-sent event."""
+        """Take a server-sent event."""
         data = said.removeprefix(b"data: ")
         if data == b"[DONE]":
             self._seen.end = End.DONE
@@ -156,7 +157,7 @@ class _Client:
             self._go_if_time()
 
     def _whole(self) -> None:
-        """The answer is there."""
+        """Note the end of the answer's body."""
         seen = self._seen
         if seen.status >= 400:
             seen.end, seen.error = End.REFUSED, self._body.decode()

@@ -1,7 +1,7 @@
-"""Ledgers that die at the worst moment, and ledgers that are wrong: what the checker must notice.
+"""Ledgers that die at the worst moment, and wrong ledgers, whose errors the checker must notice.
 
-Run as a process, `python -m tests.chaos.ledgers KIND [--dies]`. One that dies does it after the first of the two things
-that are done with a batch: booked and not acknowledged, where the ledger is right.
+Run as a process, `python -m tests.chaos.ledgers KIND [--dies]`. A ledger does two things with a batch: booking and
+acknowledging. With `--dies`, the ledger dies between the two; a right ledger has booked and not acknowledged.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from typing import Any
 from nats.js.errors import NotFoundError
 from sqlalchemy.dialects import postgresql, sqlite
 
-from store import ledger as right
-from store import usage, wire
 from store.bus import Bus, UsageBatch
-from store.db import Database, insert_in
-from store.tables import usage as table
+from store.contract import wire
+from store.db import ledger as right
+from store.db import usage
+from store.db.database import Database, insert_in
+from store.db.tables import usage as table
 from tests.conftest import ROOT
 
-CONSUMER = "ledger"  # the right one's
+CONSUMER = "ledger"  # name of the right ledger's consumer
 BOOKED_S = 60.0
-DROPPED = {  # the unique constraint, in a database that nothing was booked in yet
+DROPPED = {  # statements that drop the unique constraint, in a database without bookings
     "sqlite": ["CREATE TABLE bare AS SELECT * FROM usage", "DROP TABLE usage", "ALTER TABLE bare RENAME TO usage"],
     "postgresql": ["ALTER TABLE usage DROP CONSTRAINT usage_pkey"],
 }
 
 
 def plain_insert(dialect: str) -> sqlite.Insert | postgresql.Insert:
-    """What is left of the ledger's statement without a constraint that it could conflict with."""
+    """The ledger's insert without the handling of conflicts, for a table without the unique constraint."""
     return insert_in(dialect, table)
 
 
-async def acknowledge_first(bus: Bus, database: Database) -> None:
+async def acknowledge_first(bus: Bus, database: Database, request_days: float) -> None:
     async for batch in bus.usage_batches(CONSUMER, right.BATCH_MOST):
         await batch.ack()
-        await right._book(database, batch)
+        await right._book(database, batch, request_days > 0)
 
 
 WRONG: dict[str, Callable[[], None]] = {
@@ -55,7 +56,7 @@ WRONG: dict[str, Callable[[], None]] = {
 def dying(step: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     async def last(*given: Any) -> None:
         await step(*given)
-        await asyncio.sleep(0.2)  # until NATS has heard of it
+        await asyncio.sleep(0.2)  # until NATS has heard of the step
         os.kill(os.getpid(), signal.SIGKILL)
 
     return last
@@ -63,7 +64,7 @@ def dying(step: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]
 
 @contextlib.contextmanager
 def ledger(nats_url: str, database_url: str, kind: str = "right") -> Iterator[None]:
-    """One that runs for so long."""
+    """Run a ledger of the kind as a process until the context ends."""
     process = subprocess.Popen(command(kind), env=told(nats_url, database_url), cwd=ROOT)
     try:
         yield
@@ -81,7 +82,7 @@ def told(nats_url: str, database_url: str) -> dict[str, str]:
 
 
 async def booked(bus: Bus) -> None:
-    """Returns when everything is acknowledged that is in the stream."""
+    """Return when the ledger has acknowledged every message in the stream."""
     async with asyncio.timeout(BOOKED_S):
         while True:
             with contextlib.suppress(NotFoundError):  # the ledger has not come yet

@@ -1,4 +1,4 @@
-"""What a platform must survive: its processes and its database killed and paused, when and for how long is chance."""
+"""Faults that a platform must survive: processes and the database are killed and paused at random, for random times."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ VICTIMS = {
     "gateway": ("gateway.app",),
     "node": ("runtime.node",),
     "device": ("runtime.device",),
-    "ledger": ("store.ledger",),
+    "ledger": ("store.db.ledger",),
     "scheduler": ("runtime.scheduler",),
     "nats": ("nats-server",),
 }
-FOUND_MOST_S = 30.0  # a victim that is being started again is waited for
+FOUND_MOST_S = 30.0  # longest wait for a victim that is being started again
 
 
 class Hurt(Protocol):
-    """One thing that is done to the platform; returns when it is over."""
+    """A fault done to the platform. The call returns when the fault is over."""
 
     async def __call__(self, nemesis: Nemesis) -> None: ...
 
@@ -57,13 +57,15 @@ class Pause:
 
 @dataclass(frozen=True)
 class Rival:
-    """A second ledger takes messages of the same stream, and is killed."""
+    """A second ledger takes messages of the ledger's stream, and is killed."""
 
     seconds: float
 
     async def __call__(self, nemesis: Nemesis) -> None:
         environment = (await nemesis.victim("ledger")).environ()
-        process = subprocess.Popen([sys.executable, "-m", "store.ledger"], env=environment, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "store.db.ledger"], env=environment, stderr=subprocess.DEVNULL
+        )
         try:
             await asyncio.sleep(self.seconds)
         finally:
@@ -73,7 +75,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class Lock:
-    """Of an SQLite file: nobody else writes."""
+    """A lock on the SQLite file: no process of the platform can write."""
 
     seconds: float
 
@@ -88,7 +90,8 @@ class Lock:
 
 @dataclass(frozen=True)
 class KillBackend:
-    """The server takes the death of one of its processes for damage: it ends all of them and recovers."""
+    """Kill a process of the PostgreSQL server. The server takes the death for damage, ends every process and
+    recovers."""
 
     async def __call__(self, nemesis: Nemesis) -> None:
         if backend := nemesis.backend():
@@ -107,7 +110,7 @@ class PauseBackend:
 
 @dataclass(frozen=True)
 class RestartServer:
-    """Without a goodbye; it is away for a while."""
+    """Kill the PostgreSQL server without a goodbye, and start the server again after `seconds`."""
 
     seconds: float
 
@@ -120,7 +123,7 @@ class RestartServer:
 
 
 def kill(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
+    with contextlib.suppress(psutil.NoSuchProcess):  # the process ended just now
         process.kill()
 
 
@@ -131,13 +134,13 @@ async def paused(process: psutil.Process) -> AsyncIterator[None]:
             process.suspend()
         yield
     finally:
-        with contextlib.suppress(psutil.NoSuchProcess):  # somebody took it for dead, and ended it
+        with contextlib.suppress(psutil.NoSuchProcess):  # the platform took the process for dead, and ended the process
             process.resume()
 
 
 @dataclass
 class Nemesis:
-    """`server` None: the database is the SQLite file of the platform."""
+    """Hurts a platform. `server` None: the database is the SQLite file of the platform."""
 
     platform: Platform
     chance: random.Random
@@ -146,7 +149,7 @@ class Nemesis:
     server_is_mine: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, hurts: list[tuple[int, Hurt]], past: Callable[[int], Awaitable[None]]) -> None:
-        """Each when so many requests were answered, for which `past` waits, be the one before over or not."""
+        """Begin each fault when the given number of requests was answered (`past` waits). Faults may overlap."""
         async with asyncio.TaskGroup() as group:
             for at, hurt in hurts:
                 await past(at)
@@ -158,14 +161,15 @@ class Nemesis:
         await hurt(self)
 
     async def victim(self, name: str) -> psutil.Process:
-        """One of those there are, by chance."""
+        """A random running process with the victim's name."""
         async with asyncio.timeout(FOUND_MOST_S):
             while not (found := self.platform.children(*VICTIMS[name])):
                 await asyncio.sleep(0.1)
         return self.chance.choice(sorted(found, key=lambda process: process.pid))
 
     def backend(self) -> psutil.Process | None:
-        """A process of the server that works for one of our connections."""
+        """A random process of the PostgreSQL server that works for a connection of the platform; None without such a
+        process."""
         assert self.server is not None
         found = []
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -177,7 +181,8 @@ class Nemesis:
 
 
 def plan(chance: random.Random, requests: int, times: int, on_postgres: bool) -> list[tuple[int, Hurt]]:
-    """`times` of each kind, in an order of chance, between the first and the last of the requests."""
+    """Plan `times` faults of each kind, in random order, at random numbers of answered requests: between 5 % and 90 %
+    of `requests`."""
 
     def seconds(least: float, most: float) -> float:
         return round(chance.uniform(least, most), 2)

@@ -1,7 +1,7 @@
-"""Whatever dies, the bill is what the clients got: a platform under load is hurt at moments of chance, and afterwards
-what its clients remember is compared with its bill (checker.py says how), and its devices' time with what was charged.
+"""The bill is right for any process that dies: a platform under load is hurt at random moments. Afterwards the clients'
+records are compared with the bill (checker.py says how), and the devices' time with the charges.
 
-A run is named by its seed, STACCATO_CHAOS_SEED: the requests and the plan of what is done to the platform are the same.
+A run is named by its seed, STACCATO_CHAOS_SEED: the seed determines the requests and the plan of faults.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 import pytest
 
-from gateway.formats import FORMATS, Asked, write
-from store import wire
+from gateway.billing.formats import FORMATS, ExportQuery, write
 from store.bus import Bus
-from store.db import Database, now_us
-from store.usage import period_of
+from store.contract import wire
+from store.db.database import Database, now_us
+from store.db.usage import period_of
 from tests.chaos import nemesis as chaos
 from tests.chaos import workload
 from tests.chaos.checker import billed, flaws
@@ -40,10 +40,10 @@ from tests.e2e.conftest import READY_S, Platform
 
 RUNTIMES = 2
 CLIENTS = 8
-PAUSE_S = 0.3  # of a client that was refused or reached nobody
+PAUSE_S = 0.3  # of a client that was refused or reached no gateway
 SETTLED_S = 90.0
 CALM, CALM_ROUNDS = 12, 8  # requests
-LEASE_S = 1.5  # the next one has come
+LEASE_S = 1.5  # until the next lease has come
 STATUSES = {0, 200, 400, 401, 404, 429, 503}
 
 
@@ -64,7 +64,7 @@ def server(request: pytest.FixtureRequest) -> Postgres | None:
 
 @dataclass
 class Run:
-    """One platform, its clients and what they saw."""
+    """A platform, its clients and the clients' records."""
 
     platform: Platform
     seed: int
@@ -74,7 +74,7 @@ class Run:
     gateways_killed: int = 0
 
     async def clients(self, hurting: asyncio.Task[None]) -> None:
-        """They ask for as long as anything is done to the platform, and so many requests at least."""
+        """Let clients ask until `hurting` is done and `requests` requests at least were answered."""
         numbers = iter(range(1 << 30))
         await asyncio.gather(*(self._client(numbers, hurting) for _ in range(CLIENTS)))
 
@@ -92,14 +92,16 @@ class Run:
         return seen
 
     async def past(self, requests: int) -> None:
-        """Returns when so many were answered."""
+        """Return when `requests` requests were answered."""
         while self.answered < requests:
             await asyncio.sleep(0.02)
 
     async def calm(self) -> None:
-        """Requests that end well are charged all of the devices' time and no more, to the microsecond. On a loaded
-        machine a runtime may be taken for dead, and what it did then is charged to nobody: a round without that has to
-        come."""
+        """Check that requests that end well are charged the devices' whole time and no more, to the microsecond.
+
+        On a loaded machine a runtime may be taken for dead, and the time of its later work is charged to no tenant. A
+        round without a false death has to come.
+        """
         for _ in range(CALM_ROUNDS):
             used, booked = await self._times()
             asks = [workload.calm(number, self.platform.keys) for number in range(CALM)]
@@ -113,7 +115,7 @@ class Run:
         raise AssertionError(f"in no round all was charged that devices spent, in the last {charged} of {spent}")
 
     async def _times(self) -> tuple[Counter[str], Counter[str]]:
-        """What devices spent on each tenant, and what it was charged: microseconds, by its id."""
+        """Microseconds that devices spent on each tenant, and microseconds charged to each tenant, by tenant id."""
         await self.until(self.at_rest)
         await asyncio.sleep(LEASE_S)
         used = used_us(gpu["time"] for gpu in await asyncio.to_thread(self.gpus))
@@ -123,11 +125,11 @@ class Run:
 
     @property
     def periods(self) -> list[str]:
-        """Those of the last hour: a run may see the end of a month."""
+        """Billing periods of the last hour: a run may see the end of a month."""
         return sorted({period_of(now_us() - 3600 * 1_000_000), period_of(now_us())})
 
     def rows(self) -> list[dict[str, object]]:
-        """As the operator gets them."""
+        """Rows of the bill, as exported to the operator."""
         found: list[dict[str, object]] = []
         for period in self.periods:
             answer = self.platform.get(f"/api/v1/billing/export?period={period}&format=jsonl&detail=rows")
@@ -150,14 +152,14 @@ class Run:
         await asyncio.to_thread(self.platform.until, done, timeout_s)
 
     async def settled(self) -> list[str]:
-        """What is wrong with the bill when all has been booked that ever will be."""
+        """Flaws of the bill that are left when every booking has come, or after SETTLED_S."""
         deadline = asyncio.get_running_loop().time() + SETTLED_S
         while (found := await asyncio.to_thread(self.flaws)) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(1)
         return found
 
     def at_rest(self) -> bool:
-        """Everybody is there, and works for nobody."""
+        """Whether every runtime has every model, and no request."""
         gpus = self.gpus()
         models = [model for gpu in gpus for model in gpu["models"].values()]
         there = len(gpus) == RUNTIMES and len(models) == RUNTIMES * len(workload.NAMES)
@@ -172,7 +174,8 @@ class Run:
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, server: Postgres | None, seed: int, requests: int) -> AsyncIterator[Run]:
-    """When it has stopped all of its usage is booked once more, and the bill must be the same."""
+    """A run on a new platform. After the platform has stopped, the whole usage is booked a second time, and the bill
+    must not change."""
     settings = {"STACCATO_DRAIN_S": "1", "STACCATO_HANG_S": "4"}
     settings["STACCATO_DATABASE_URL"] = database_url = (
         await server.create(f"chaos_{free_port()}", "template0") if server else f"sqlite:///{folder}/data/staccato.db"
@@ -216,19 +219,20 @@ async def history_is_billed(run: Run, hurts: list[tuple[int, Hurt]], server: Pos
 
 
 async def exports(database_url: str, periods: list[str]) -> dict[tuple[str, str, str], bytes]:
-    """Every file of every bill."""
+    """Every file of every bill, by period, format and detail."""
     found = {}
     async with Database.open(database_url) as database, database.snapshot() as connection:
         for period, (name, format) in itertools.product(periods, FORMATS.items()):
             for detail in format.details:
                 file = io.BytesIO()
-                await write(connection, Asked(period, None, name, detail), file)
+                await write(connection, ExportQuery(period, None, name, detail), file)
                 found[period, name, detail] = file.getvalue()
     return found
 
 
 async def book_all_again(folder: Path, stored: Path, database_url: str) -> None:
-    """JetStream still has every message that there was: a ledger of which it knows nothing gets all of them."""
+    """Book every message of the run again: JetStream has kept the messages, and a ledger unknown to JetStream gets them
+    all."""
     shutil.copytree(stored, folder / "js")
     nats = NatsServer(folder)
     nats.start()
@@ -246,7 +250,7 @@ SHORT = 80
 
 
 def a_few(server: Postgres | None) -> list[tuple[int, Hurt]]:
-    """The ledger is killed while it can't commit."""
+    """A short plan of faults: the ledger is killed while the ledger can't commit."""
     away: Hurt = RestartServer(4.0) if server else Lock(4.0)
     hurts = [(5, Pause("nats", 1.0)), (15, away), (20, Kill("ledger")), (30, Kill("device")), (42, Kill("nats"))]
     return [*hurts, (52, Kill("gateway")), (64, Pause("node", 3.0))]

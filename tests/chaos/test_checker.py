@@ -1,4 +1,4 @@
-"""The checker has nothing to say of a true bill, whatever clients saw, and notices whatever is wrong with one."""
+"""The checker finds no flaw in a true bill, for any history of clients, and notices every error in a bill."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chaos.checker import GATEWAY_LOST, SURE, Billed, flaws
+from tests.chaos.checker import CANCELLED, GATEWAY_LOST, GONE, SURE, Billed, flaws
 from tests.chaos.devices import Devices
 from tests.chaos.history import Ask, End, Seen
 
 PROMPT, MOST = 7, 50
-WITH_ROW = (*SURE, End.VANISHED, End.CUT)
+WITH_ROW = (*SURE, *GONE)
 
 
 @st.composite
 def truths(draw: st.DrawFn) -> list[tuple[Seen, Billed | None]]:
-    """What clients saw, and the rows that are right then."""
+    """Records of clients, each with the right row of the bill."""
     found: list[tuple[Seen, Billed | None]] = []
     for number in range(draw(st.integers(1, 8))):
         end = draw(st.sampled_from([*WITH_ROW, End.REFUSED, End.UNREACHED]))
@@ -26,8 +26,8 @@ def truths(draw: st.DrawFn) -> list[tuple[Seen, Billed | None]]:
             found.append((Seen(asked, end, 503 if end is End.REFUSED else 0), None))
             continue
         delivered = draw(st.integers(1, MOST))
-        more = draw(st.integers(0, MOST - delivered)) if end is End.VANISHED else 0
-        finish = GATEWAY_LOST if end is End.CUT else "cancelled" if end in (End.LEFT, End.VANISHED) else "stop"
+        more = draw(st.integers(0, MOST - delivered)) if end in GONE else 0  # computed, and not delivered
+        finish = GATEWAY_LOST if end is End.CUT else CANCELLED if end in GONE else "stop"
         seen = Seen(asked, end, 200, f"r{number}", {0: list(range(delivered))})
         if end is End.DONE:
             seen.usage = {"prompt_tokens": PROMPT, "completion_tokens": delivered}
@@ -68,6 +68,16 @@ def test_each_row_that_is_wrong_is_named(truth: list[tuple[Seen, Billed | None]]
     assert any(f"r{seen.ask.number}" in flaw for flaw in said(truth))
 
 
+def test_a_client_that_left_before_it_was_told_a_name_is_billed_for_what_was_computed_and_no_other_is() -> None:
+    left = Seen(Ask(1, "a", "/v1/completions", {}, "", (PROMPT,), MOST), End.LEFT)
+    cut = Seen(Ask(2, "a", "/v1/completions", {}, "", (PROMPT,), MOST), End.CUT)
+    row = Billed("r1", "a", PROMPT, 0, MOST, CANCELLED, (1,))
+    assert list(flaws([left], [row])) == []
+    assert list(flaws([left], [replace(row, output=MOST + 1)]))
+    assert list(flaws([cut], [row])), "it stayed, and got nothing"
+    assert list(flaws([left, cut], [row, replace(row, request="r2")])), "one of them stayed"
+
+
 @given(truths(), st.integers(0, MOST))
 def test_a_row_of_a_request_that_nobody_made_is_noticed(truth: list[tuple[Seen, Billed | None]], output: int) -> None:
     row = Billed("r99", "a", PROMPT, 0, output, "stop", (1,))
@@ -100,9 +110,9 @@ def test_time_of_devices_is_conserved_over_their_lives() -> None:
 
     devices, s = Devices(), 10**6
     devices.look([gpu(10 * s, 4)], 110.0)
-    for at in (120.2, 120.7, 121.1):  # what was so at 120.0, and nothing later is known when the process dies at 122.0
+    for at in (120.2, 120.7, 121.1):  # reports of 120.0; no later report comes before the process dies at 122.0
         devices.look([gpu(20 * s, 8)], at)
-    devices.look([gpu(3 * s // 10, 5)], 122.9)  # the next one, seen 0.6 s late
+    devices.look([gpu(3 * s // 10, 5)], 122.9)  # the next process, seen 0.6 s late
     devices.look([gpu(s, 5)], 123.0)
     assert devices.deaths == 1 and list(devices.flaws({"t": 13 + 2 * s})) == []
     (said,) = devices.flaws({"t": 14 + 2 * s})

@@ -1,5 +1,5 @@
-"""The checker notices a ledger that books twice what comes twice, and one that acknowledges before it has committed;
-a ledger that dies between the two and is right passes."""
+"""The checker notices a ledger that books a repeated message twice, and a ledger that acknowledges before the commit. A
+right ledger that dies between commit and acknowledgement passes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import msgspec
 from nats.js.api import AckPolicy, ConsumerConfig
 from sqlalchemy import text
 
-from store import bill, wire
 from store.bus import Bus
-from store.db import Database, now_us
-from store.usage import period_of
+from store.contract import wire
+from store.db import bill
+from store.db.database import Database, now_us
+from store.db.usage import period_of
 from tests.chaos.checker import billed, flaws
 from tests.chaos.history import Ask, End, Seen
 from tests.chaos.ledgers import BOOKED_S, CONSUMER, DROPPED, booked, command, ledger, told
 from tests.conftest import ROOT, NatsServer
-from tests.store.test_usage import message
+from tests.store.db.test_usage import message
 
 REQUESTS = 40
 ACK_WAIT_S = 1.0
@@ -31,7 +32,7 @@ def seen(number: int) -> Seen:
 
 
 async def booked_by(kind: str, nats_url: str, database_url: str) -> None:
-    """Returns when a ledger of that kind, which died with its first batch, and the next one have booked everything."""
+    """Book usage by two ledgers of the kind: the first dies with its first batch, and the second books the rest."""
     async with Bus.connect(nats_url, "test") as bus:
         soon = ConsumerConfig(durable_name=CONSUMER, ack_wait=ACK_WAIT_S, ack_policy=AckPolicy.EXPLICIT)
         await bus._js.add_consumer(wire.USAGE_STREAM, soon)
@@ -45,7 +46,7 @@ async def booked_by(kind: str, nats_url: str, database_url: str) -> None:
 
 
 async def found(database: Database) -> list[str]:
-    """What the checker says of the bill in the database."""
+    """Flaws that the checker finds in the bill in the database."""
     async with database.read() as connection:
         rows = [row async for page in bill.rows(connection, period_of(now_us()), None) for row in page]
     return list(flaws(map(seen, range(REQUESTS)), billed(map(msgspec.to_builtins, rows))))

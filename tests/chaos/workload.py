@@ -1,4 +1,4 @@
-"""What the clients of a run ask: any number names one request, the same for the same seed."""
+"""Requests of the clients of a run: seed and number determine a request."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tests.e2e.conftest import AWAKE, MODELS, Platform
 
 NAMES = ("faq", "poet", "weather")
 TENANTS = ("acme", "globex", "initech")
-# A request of initech may be refused, and every one of them has to be paid in advance.
+# A request of initech may be refused, and has to be paid in advance.
 LIMITS = {"requests_per_minute": 240, "concurrent_streams": 4, "monthly_budget": {"amount": "1000.00"}}
 PRICE = {"prompt_pico": 3, "cached_pico": 1, "output_pico": 7, "gpu_s_pico": 11, "switch_s_pico": 13}
-LENGTHS = (3, 17, 40)  # of prompts, some with a whole block that can be cached
+LENGTHS = (3, 17, 40)  # tokens of prompts, some with a whole block that can be cached
 TOKENS = (1, 6, 30, 90, 240)
 MESSAGES = ("How do I pay?", "Will it rain?", "Sing of the sea.")
 
@@ -71,7 +71,7 @@ def asked(seed: int, number: int, keys: dict[str, str]) -> Ask:
 
 
 def calm(number: int, keys: dict[str, str]) -> Ask:
-    """One that nothing ends before its time, and no limit refuses."""
+    """A request of a tenant without limits, whose client stays to the end."""
     tenant, model = TENANTS[number % 2], NAMES[number // 2 % 3]
     body = {"model": model, "prompt": [9, *range(6, 30)], "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     body |= {"return_token_ids": True, "stream": number < 6}

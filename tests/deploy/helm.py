@@ -1,6 +1,6 @@
-"""Helm without a cluster: the library installs into a Kubernetes API that agrees to everything and keeps nothing.
+"""Helm without a cluster: the library installs into a Kubernetes API that agrees to every request and keeps no object.
 
-`helm-sdkpy` brings Helm itself, but no `helm template`. What is rendered stands in the answer of an install.
+`helm-sdkpy` brings Helm itself, but no `helm template`. The rendered objects stand in the answer of an install.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ KINDS = {
 
 
 class Helm:
-    """`render` and `lint`; raises HelmError with Helm's own message."""
+    """Helm over the fake API: `render` and `lint`. Both raise HelmError with Helm's own message."""
 
     def __init__(self, kubeconfig: Path) -> None:
         self.sdk = pytest.importorskip("helm_sdkpy", reason=f"no helm-sdkpy here: {INSTALL}")
         self._configuration = self.sdk.Configuration(namespace="models", kubeconfig=str(kubeconfig))
 
-    def render(self, values: dict[str, Any], release: str = "st") -> list[dict[str, Any]]:
-        """The objects in the order of the templates, hooks too."""
+    def render(self, values: dict[str, Any], release: str = "st", chart: Path = CHART) -> list[dict[str, Any]]:
+        """The rendered objects in the order of the templates, with hooks."""
         install = self.sdk.Install(self._configuration)
-        done = asyncio.run(install.run(release, str(CHART), values=values, wait=False, timeout=20))
+        done = asyncio.run(install.run(release, str(chart), values=values, wait=False, timeout=20))
         texts = [done["manifest"], *(hook["manifest"] for hook in done.get("hooks") or [])]
         return [document for text in texts for document in yaml.safe_load_all(text) if document]
 
@@ -85,7 +85,7 @@ class _Api(BaseHTTPRequestHandler):
             case ["version"]:
                 self._answer({"major": "1", "minor": KUBERNETES.split(".")[1], "gitVersion": f"v{KUBERNETES}.0"})
             case ["openapi", "v2"]:
-                self._send(b"", 200)  # in protobuf: it describes nothing
+                self._send(b"", 200)  # protobuf without content: describes no resource
             case ["api"]:
                 self._answer({"kind": "APIVersions", "versions": ["v1"]})
             case ["apis"]:
@@ -110,7 +110,7 @@ class _Api(BaseHTTPRequestHandler):
     do_PUT = do_PATCH = do_POST
 
     def _watched(self) -> None:
-        """Every job there is, completed: Helm waits for its hooks."""
+        """Answer a watch with every job, completed: Helm waits for its hooks."""
         bookmark = {"resourceVersion": "2", "annotations": {"k8s.io/initial-events-end": "true"}}
         events = [{"type": "ADDED", "object": job} for job in self.jobs]
         events.append({"type": "BOOKMARK", "object": {"apiVersion": "batch/v1", "kind": "Job", "metadata": bookmark}})

@@ -1,9 +1,10 @@
-"""The chart renders, without a cluster, to what Kubernetes takes and the platform understands."""
+"""The chart renders, without a cluster, to objects that Kubernetes takes and the platform understands."""
 
 from __future__ import annotations
 
 import copy
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import yaml
 
 from gateway.config import Settings
+from gateway.ops import certificates
 from runtime.config import RuntimeSettings, SchedulerSettings
-from runtime.policy.by_name import POLICIES
-from store.ledger import LedgerSettings
+from runtime.core.turns.registry import POLICIES
+from store.db.ledger import LedgerSettings
 from tests.deploy.helm import CHART, KUBERNETES, Helm, helm
 from tests.deploy.tools import DEPLOY, INSTALL, staccato
 
@@ -43,6 +45,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "gateway": {"autoscaling": {"enabled": True, "most": 6}},
     },
     "encrypted bus": {"nats": {"tlsSecret": "nats-tls", "storage": {"className": "fast"}}},
+    "plaintext": {"tls": {"plaintext": True}},
     "imports": {
         "models": {
             "existingClaim": "shared",
@@ -55,7 +58,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "networkPolicy": {"enabled": False},
     },
 }
-KINDS_OF_OTHERS = ("ScaledObject", "ServiceMonitor")  # their schemas come with what serves them
+KINDS_OF_OTHERS = ("ScaledObject", "ServiceMonitor")  # the schemas come with the controllers of these kinds
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def rendered(chart: Helm) -> dict[str, list[dict[str, Any]]]:
 
 
 def pods(objects: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Component → its pod's metadata and spec."""
+    """Pairs of a component and its pod's metadata and spec."""
     for found in objects:
         if template := found["spec"].get("template") if "spec" in found else None:
             yield template["metadata"]["labels"]["app.kubernetes.io/component"], template
@@ -176,8 +179,11 @@ def test_a_process_reaches_what_it_needs_and_nothing_else(rendered: dict[str, li
 
 @pytest.mark.parametrize("name", VALUES)
 def test_the_processes_understand_their_settings(
-    rendered: dict[str, list[dict[str, Any]]], name: str, monkeypatch: pytest.MonkeyPatch
+    rendered: dict[str, list[dict[str, Any]]], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    certificates.make(tmp_path, ["runtime-r1"], [])
+    files = {"CERT": "runtime-r1.crt", "KEY": "runtime-r1.key", "CA": "ca.crt"}
+    there = {f"STACCATO_TRANSPORT_TLS_{part}": str(tmp_path / file) for part, file in files.items()}
     known = {
         "gateway": Settings,
         "scheduler": SchedulerSettings,
@@ -196,7 +202,9 @@ def test_the_processes_understand_their_settings(
         assert strange <= {"STACCATO_SIGNS", "STACCATO_SECRETS", "STACCATO_LOG_LEVEL"}, component
         with monkeypatch.context() as patch:
             patch.setenv("STACCATO_DATABASE_URL", "postgresql://db/staccato")
-            for key, value in (said | {"STACCATO_TRANSPORT_BIND": "10.0.0.1", "STACCATO_PROFILE": ""}).items():
+            here = {key: path for key, path in there.items() if key in said}
+            bound = {"STACCATO_TRANSPORT_BIND": "10.0.0.1", "STACCATO_PROFILE": ""}
+            for key, value in (said | bound | here).items():
                 patch.setenv(key, value) if value else patch.delenv(key, raising=False)
             settings = known[component]()
             if hasattr(settings, "check"):
@@ -225,6 +233,52 @@ def test_each_process_sees_its_own_seed_and_the_secrets_it_needs(
         assert wanted <= secrets, component
         assert component in ("gateway", "ledger", "migrate", "postgres") or not wanted
         assert component == "gateway" or "STACCATO_ADMIN_KEY" not in wanted
+
+
+def test_what_crosses_hosts_goes_by_tls_unless_plaintext_is_said(rendered: dict[str, list[dict[str, Any]]]) -> None:
+    for name, objects in rendered.items():
+        secured = name != "plaintext"
+        templates = dict(pods(objects))
+        for component in ("gateway", "scheduler", "ledger", "runtime"):
+            told = environment(templates[component]["spec"]["containers"][0])
+            assert told["STACCATO_NATS_URL"].startswith("tls://") == secured, (name, component)
+            assert ("STACCATO_NATS_CA" in told) == secured and "SSL_CERT_FILE" not in told
+        told = environment(templates["runtime"]["spec"]["containers"][0])
+        assert ("STACCATO_TRANSPORT_TLS_CERT" in told) == secured == ("STACCATO_TRANSPORT_PLAINTEXT" not in told)
+        for config in of(objects, "ConfigMap"):
+            assert ("tls {" in config["data"]["nats.conf"]) == secured, name
+
+
+def test_the_certificates_that_pods_mount_are_those_that_the_command_makes(
+    rendered: dict[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    made = staccato("nats-users", str(tmp_path), "--runtime", "st-runtime-0", "--host", "st-nats")
+    assert made.returncode == 0, made.stderr
+    files = {file.name for file in tmp_path.iterdir()}
+    for component, template in pods(rendered["default"]):
+        for volume in template["spec"]["volumes"]:
+            secret = volume.get("secret", {})
+            if secret.get("secretName") == "staccato-nats":
+                assert {item["key"] for item in secret.get("items", [])} <= files, component
+
+
+def test_an_own_server_without_tls_has_to_be_allowed(chart: Helm) -> None:
+    own = {"nats": {"enabled": False, "url": "nats://nats.example.com:4222"}}
+    with pytest.raises(chart.sdk.InstallError, match="or set tls.plaintext=true"):
+        chart.render(own)
+    assert chart.render(own | {"tls": {"plaintext": True}})
+
+
+def test_images_of_others_have_the_digest_of_the_lock(tmp_path: Path) -> None:
+    shutil.copytree(CHART, tmp_path / "chart")
+    lock = tmp_path / "chart/images.lock"
+    lock.write_text(re.sub(r"^(NATS_IMAGE=\S+)$", rf"\1@{DIGEST}", lock.read_text(), flags=re.MULTILINE))
+    with helm(tmp_path) as chart:
+        images = {
+            component: template["spec"]["containers"][0]["image"]
+            for component, template in pods(chart.render(OWN_MACHINE, chart=tmp_path / "chart"))
+        }
+    assert images["nats"].endswith(f"@{DIGEST}") and "@" not in images["postgres"]
 
 
 def test_a_runtime_has_time_to_drain_and_memory_for_what_it_keeps(chart: Helm) -> None:
@@ -267,7 +321,7 @@ def test_runtimes_follow_the_schedulers_wish_within_its_band(rendered: dict[str,
         if "runtime" in found["metadata"]["name"]
     )
     assert hpa["spec"]["metrics"][0]["external"]["metric"]["name"] == "staccato_runtimes_wanted"
-    for name in ("keda", "autoscalers"):  # else each upgrade would undo what was scaled
+    for name in ("keda", "autoscalers"):  # with `replicas`, an upgrade would undo a scaling
         (runtime,) = (found for found in of(rendered[name], "StatefulSet") if "runtime" in found["metadata"]["name"])
         assert "replicas" not in runtime["spec"]
 
@@ -278,7 +332,7 @@ def test_the_database_is_migrated_before_anything_new_starts_unless_it_is_instal
     (before,), (together,) = of(rendered["default"], "Job"), of(rendered["own machine"], "Job")
     assert before["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
     assert "annotations" not in together["metadata"]
-    assert "serviceAccountName" not in before["spec"]["template"]["spec"]  # there is none yet
+    assert "serviceAccountName" not in before["spec"]["template"]["spec"]  # the service account does not exist yet
 
 
 def test_the_images_are_those_that_the_dockerfile_makes(rendered: dict[str, list[dict[str, Any]]]) -> None:
@@ -329,7 +383,7 @@ def test_the_schema_knows_what_the_platform_knows() -> None:
 
 
 def test_every_value_is_bounded_by_the_schema() -> None:
-    """What the schema does not name is refused; so what the values have, it must name."""
+    """A value unknown to the schema is refused; therefore the schema must name every value."""
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     schema = yaml.safe_load((CHART / "values.schema.json").read_text())
     open_to_all = [

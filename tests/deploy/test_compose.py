@@ -1,4 +1,4 @@
-"""The compose file is of the specification's form, and what it names is there."""
+"""The compose file has the specification's form, and names only existing files and services."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_every_service_is_confined_well_or_explained(compose: dict[str, Any]) ->
     for name, service in compose["services"].items():
         assert "no-new-privileges:true" in service["security_opt"], name
         assert service.get("read_only") or name == "postgres"
-        assert re.fullmatch(r"\S+:(\$\{STACCATO_TAG:-)?v?[\d.]+[\w.-]*\}?", service["image"]), name
+        ours, others = r"ghcr\.io/\S+:\$\{STACCATO_TAG:-[\d.]+\}", r"\$\{[A-Z]+_IMAGE:-\S+:v?[\d.]+[\w.-]*\}"
+        assert re.fullmatch(f"{ours}|{others}", service["image"]), name
         assert "healthcheck" in service or service["image"].startswith("ghcr.io/staccato/"), name
 
 

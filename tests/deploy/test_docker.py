@@ -1,4 +1,4 @@
-"""The Dockerfile, without a daemon: it lints clean, copies what is there, and what it copies is enough to start."""
+"""The Dockerfile, without a daemon: lints clean, copies only existing files, and copies enough to start every role."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LOCKS = ("requirements.lock", "deploy/requirements.txt", "deploy/docker/cuda.loc
 
 
 def stages() -> dict[str, str]:
-    """By name, in their order."""
+    """The text of each stage by name, in the order of the file."""
     parts = re.split(r"^FROM \S+ AS ([\w-]+)$", DOCKERFILE, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def copied(stage: str) -> list[str]:
-    """From the repository."""
+    """Paths that the stage copies from the repository."""
     lines = re.findall(r"^COPY (?!--from)(.+)$", stages()[stage], re.MULTILINE)
     return [word for line in lines for word in line.split()[:-1] if not word.startswith("--")]
 
@@ -65,10 +65,10 @@ def test_no_image_runs_as_root_or_brings_what_built_it(image: str) -> None:
     assert installed == (["gcc libc6-dev"] if image == "runtime-gpu" else []), "only Triton needs a compiler"
 
 
-def test_bases_are_named_by_tag_and_can_be_pinned_by_digest() -> None:
+def test_the_base_is_named_by_tag_and_can_be_given_by_digest() -> None:
     assert re.search(r"^ARG PYTHON=python:\d+\.\d+\.\d+-slim-\w+$", DOCKERFILE, re.MULTILINE)
     outside = [line for line in re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE) if line not in stages()]
-    assert outside == ["${PYTHON}${DIGEST}"]
+    assert outside == ["${PYTHON}"]
 
 
 def test_the_images_have_the_versions_of_the_lock() -> None:
@@ -95,7 +95,7 @@ def test_every_package_of_a_lock_has_hashes(path: str) -> None:
 
 
 def test_whatever_installs_a_lock_requires_its_hashes() -> None:
-    """Each command of the Makefile and of the Dockerfile that installs a lock says --require-hashes."""
+    """Every command of the Makefile and of the Dockerfile with a lock to install says --require-hashes."""
     text = (ROOT / "Makefile").read_text() + DOCKERFILE
     commands = re.findall(r"pip .*install[^\n]*(?:-r|--requirement) .*", text.replace("\\\n", " "))
     assert len(commands) == 5

@@ -1,18 +1,18 @@
-"""The database is migrated by a process of its own, and in a way that the version before can go on with."""
+"""A separate process migrates the database, and the previous version can go on with the migrated database."""
 
 import ast
 from pathlib import Path
 
-from store import db
+from store.db import database
 from tests.conftest import ROOT
 from tests.deploy.tools import staccato
 
-FIRST_RELEASE = "0006"  # up to here nothing was ever installed
+FIRST_RELEASE = "0006"  # no release was installed up to this migration
 TAKES_AWAY = ("drop_column", "drop_table", "alter_column", "rename_table")
 
 
 def taken_away(migration: Path) -> list[str]:
-    """What its upgrade does that the version before could not go on with."""
+    """Acts of the migration's upgrade that the previous version could not go on with."""
     functions = [node for node in ast.parse(migration.read_text()).body if isinstance(node, ast.FunctionDef)]
     (upgrade,) = (function for function in functions if function.name == "upgrade")
     called = [node.func.attr for node in ast.walk(upgrade) if isinstance(node, ast.Call) and hasattr(node.func, "attr")]
@@ -20,7 +20,7 @@ def taken_away(migration: Path) -> list[str]:
 
 
 def test_since_the_first_release_migrations_only_add() -> None:
-    """Once nothing released needs it any more, something may go: name it here then."""
+    """A migration may drop a column or table once no released version needs it: name the migration here then."""
     later = [path for path in (ROOT / "migrations/versions").glob("*.py") if path.name[:4] > FIRST_RELEASE]
     assert {path.name: found for path in later if (found := taken_away(path))} == {}
 
@@ -33,8 +33,8 @@ def test_a_database_is_migrated_by_the_url_in_a_file_of_the_folder_of_secrets(tm
     url = f"sqlite:///{tmp_path}/staccato.db"
     (tmp_path / "STACCATO_DATABASE_URL").write_text(f"{url}\n")
     ran = staccato("migrate", STACCATO_SECRETS=str(tmp_path))
-    assert ran.returncode == 0 and db.head() in ran.stderr, ran.stderr
-    assert db.revision(url) == db.head()
+    assert ran.returncode == 0 and database.head() in ran.stderr, ran.stderr
+    assert database.revision(url) == database.head()
 
 
 def test_a_database_that_is_not_reachable_is_named_without_its_password() -> None:

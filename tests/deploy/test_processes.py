@@ -1,4 +1,4 @@
-"""What the chart renders is started as processes of this machine: the same arguments, settings, files and probes."""
+"""The chart's objects are started as local processes: the same arguments, settings, files and probes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from store import db
+from store.db import database
 from tests.conftest import ROOT, free_port
 from tests.deploy.helm import helm
 from tests.deploy.tools import DEPLOY
@@ -69,6 +69,7 @@ def test_the_charts_bus_ledger_and_scheduler_run_as_they_are_rendered(
     (tmp_path / "nats").mkdir()
     (tmp_path / "users").symlink_to(secrets / "nats")
     here = {"0.0.0.0:4222": f"127.0.0.1:{port}", "0.0.0.0:8222": "127.0.0.1:-1", "/data": str(tmp_path / "data")}
+    here |= {f"/etc/staccato/tls/tls.{part}": str(secrets / f"nats/nats.{part}") for part in ("crt", "key")}
     for there, mapped in here.items():
         assert there in text
         text = text.replace(there, mapped)
@@ -84,11 +85,12 @@ def test_the_charts_bus_ledger_and_scheduler_run_as_they_are_rendered(
             said["STACCATO_SECRETS"] = str(secrets / "platform")
         if "STACCATO_NATS_URL" in said:
             said["STACCATO_NATS_URL"] = said["STACCATO_NATS_URL"].replace("st-nats:4222", f"127.0.0.1:{port}")
+            said["STACCATO_NATS_CA"] = str(secrets / "nats/ca.crt")
             said["STACCATO_NATS_CREDENTIALS"] = str(secrets / f"nats/{component}.nk")
         return start(sys.executable, "-P", DEPLOY / "docker/staccato", *one["args"], **said)
 
     assert run("migrate").wait(READY_S) == 0
-    assert db.revision(f"sqlite:///{tmp_path}/s.db") == db.head()
+    assert database.revision(f"sqlite:///{tmp_path}/s.db") == database.head()
     for component in ("ledger", "scheduler"):
         process = run(component)
         probe, sign = container(rendered, component)["readinessProbe"]["exec"]["command"]

@@ -1,4 +1,4 @@
-"""The units load in a system that has what they name, and are confined."""
+"""The units load in a system with the named files, and are confined."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPOSURE_MOST = 20  # of 100, as `systemd-analyze security` counts
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A system with our units and systemd's own."""
+    """A system with Staccato's units and systemd's own."""
     root = tmp_path_factory.mktemp("root")
     shutil.copytree(UNITS, root / "etc/systemd/system")
     shutil.copytree("/usr/lib/systemd/system", root / "usr/lib/systemd/system", symlinks=True)

@@ -1,4 +1,4 @@
-"""The documents that people read: their fenced blocks, the commands in these, and the commands within sentences."""
+"""The documents for people: fenced blocks, the commands in the blocks, and the commands within sentences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ DOCUMENTS = sorted(
     str(path.relative_to(ROOT))
     for path in (
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md")),
-        ROOT / "tests/bench/README.md",
+        *(ROOT / folder / "README.md" for folder in ("gateway", "runtime", "store", "csrc", "tests")),
+        *(ROOT / "tests/bench").glob("*.md"),
         *(ROOT / "deploy").rglob("*.md"),
     )
 )
@@ -25,7 +26,7 @@ PROGRAM = re.compile(r"(?:\.venv/bin/)?(staccato|make|python|promtool)(?= |$)")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: where it stands, what its comment says of it, which language it is in."""
+    """A fenced block: document, heading above, mark in the comment above, language and text."""
 
     document: str
     heading: str
@@ -35,7 +36,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """One a line, without comments and without what a command is fed."""
+        """The block's commands, one a line, without comments and without heredocs."""
         whole = HEREDOC.sub("", self.text).replace("\\\n", " ")
         return [command for line in whole.splitlines() if (command := uncommented(line))]
 
@@ -50,7 +51,7 @@ def blocks(document: str) -> list[Block]:
 
 
 def fences(document: str) -> int:
-    """Counted without a look at what is around them, so that none is overlooked."""
+    """Number of fences, counted without regard to the text around: no fence is overlooked."""
     return (ROOT / document).read_text().count("\n```") // 2
 
 
@@ -59,7 +60,7 @@ def uncommented(line: str) -> str:
 
 
 def within_sentences(document: str) -> Iterator[str]:
-    """Commands in backticks; without the square brackets of what may be left out."""
+    """Commands in backticks, without the square brackets around optional words."""
     text = re.sub(r"^```.*?^```$", "", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL)
     for quoted in re.findall(r"`([^`]+)`", text):
         command = re.sub(r"[\[\]]", "", " ".join(quoted.split()))
@@ -68,7 +69,8 @@ def within_sentences(document: str) -> Iterator[str]:
 
 
 def words(command: str) -> list[str]:
-    """What is run of it: without the settings before it and what it is piped into."""
+    """The words of the program that a command runs: without settings before the program, without pipes and
+    redirections."""
     found = shlex.split(command)
     while found and re.fullmatch(r"\w+=.*", found[0]):
         del found[0]

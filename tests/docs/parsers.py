@@ -1,4 +1,4 @@
-"""What is wrong with a command, as far as that can be said without running it: None, or a sentence."""
+"""Checks a command as far as possible without running the command. A check returns None, or a sentence on the fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ PLACEHOLDER = re.compile(r"(?<![\w.])(FILE|OUT_DIR|PATH)(?![\w.])")
 
 
 def wrong(command: list[str], folder: Path = ROOT, whole: bool = True) -> str | None:
-    """`whole`: nothing that it needs may be missing, as it may where a sentence names a command in passing."""
+    """The fault of a command, or None. `whole`: no needed argument may be missing; a command named in passing in a
+    sentence may be shorter."""
     known = PROGRAM.match(command[0])
     if not whole:
         command = [re.sub("^[A-Z]$", "1", word) for word in command]
@@ -39,7 +40,9 @@ def wrong_staccato(arguments: list[str], folder: Path, whole: bool) -> str | Non
         return said if whole or not said or "expected one argument" not in said else None
     try:
         return _wrong_command(_root(), arguments, whole)
-    except Exception as error:  # Typer's are not for others to import
+    except Exception as error:  # Typer's exceptions are not exported
+        if type(error).__name__ == "Exit" and getattr(error, "exit_code", 1) == 0:
+            return None  # --help and --version end a correct command
         missing = type(error).__name__ == "MissingParameter" or str(error).endswith("requires an argument.")
         return None if missing and not whole else f"{type(error).__name__}: {error}"
 
@@ -101,7 +104,7 @@ def wrong_promtool(arguments: list[str], folder: Path, whole: bool) -> str | Non
 
 
 def wrong_helm(arguments: list[str], folder: Path, whole: bool) -> str | None:
-    """The chart is there, and each `--set` changes a value that it has."""
+    """Check that the chart exists, and that each `--set` changes an existing value."""
     if arguments[0] not in ("install", "upgrade") or not (ROOT / arguments[2] / "Chart.yaml").is_file():
         return "it is about no chart of ours"
     values = yaml.safe_load((ROOT / arguments[2] / "values.yaml").read_text())
@@ -116,7 +119,7 @@ def wrong_helm(arguments: list[str], folder: Path, whole: bool) -> str | None:
 
 
 def wrong_kubectl(arguments: list[str], folder: Path, whole: bool) -> str | None:
-    """What it names of ours is in a template of the chart. Secrets are the reader's."""
+    """Check that the chart has a template for each deployment and statefulset of Staccato. Secrets are the reader's."""
     for kind, name in re.findall(r"(deployment|statefulset)/staccato-(\w+)", " ".join(arguments)):
         template = DEPLOY / f"helm/staccato/templates/{name}.yaml"
         if not template.is_file() or f"kind: {kind}\n" not in template.read_text().lower():
@@ -143,7 +146,7 @@ def wrong_systemctl(arguments: list[str], folder: Path, whole: bool) -> str | No
 
 
 def wrong_path(arguments: list[str], folder: Path, whole: bool) -> str | None:
-    """Of commands that every system has: the files of ours that they are given are there."""
+    """Check the arguments of a command of the system: files of the repository must exist."""
     for path in re.findall(r"(?<![\w/.])(?:/opt/staccato/)?(deploy/[\w./-]+)", " ".join(arguments)):
         if not (ROOT / path).exists() and not list(ROOT.glob(f"{path}*")):
             return f"there is no {path}"

@@ -1,4 +1,4 @@
-"""Blocks of the documents, run as people run them: by a shell, in a folder of their own."""
+"""Runs blocks of the documents as people run them: by a shell, in a separate folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.docs.documents import Block, blocks
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder that has the repository's deploy/."""
+    """A folder with a link to the repository's deploy/."""
     (tmp_path / "deploy").symlink_to(DEPLOY)
     return tmp_path
 
@@ -29,7 +29,8 @@ def under(document: str, heading: str, mark: str) -> list[Block]:
 
 
 def run(commands: str, place: Path, **settings: str) -> str:
-    """What they printed. `settings`: variables; none of the tests' own are there."""
+    """Run the commands; returns stdout and stderr. `settings`: variables, instead of the tests' own STACCATO_
+    variables."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("STACCATO_")}
     paths = [sysconfig.get_path("scripts"), *filter(None, [str(programs() or "")]), os.environ["PATH"]]
     environment |= {"PATH": os.pathsep.join(paths), "PYTHONPATH": str(ROOT)} | settings

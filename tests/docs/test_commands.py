@@ -1,4 +1,4 @@
-"""Every command of the documents is run by a test, or it is known why not, and then it is at least one that exists."""
+"""Every command of the documents is run by a test; a command that cannot be run has a known reason, and exists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 from tests.docs.documents import DOCUMENTS, Block, blocks, fences, folder, uncommented, within_sentences, words
 from tests.docs.parsers import wrong
 
-# Who runs the blocks with that mark, `run: NAME`.
+# The test that runs the blocks with the mark `run: NAME`.
 RUN_BY = {
     "newcomer": "tests/docs/test_platform.py",
     "up": "tests/docs/test_platform.py",
@@ -20,16 +20,17 @@ RUN_BY = {
     "files": "tests/docs/test_files.py",
     "postgres": "tests/docs/test_files.py",
 }
-# What blocks with the mark `needs: NAME` need that is not here, and how many commands these are: a change is meant.
+# Needs of the blocks with the mark `needs: NAME`, missing on a test machine, and the number of commands in these
+# blocks: change the number only on purpose.
 NOT_RUN = {
     "make": ("the set-up of an hour or the whole suite, of which this test is a part", 3),
-    "docker": ("a container engine", 5),
+    "docker": ("a container engine", 7),
     "systemctl": ("root, and systemd as process 1", 14),
     "kubectl": ("a cluster", 7),
     "helm": ("a cluster", 3),
-    "internet": ("a hub; tests/gateway/test_cli.py imports from one of its own", 2),
+    "internet": ("a hub; tests/gateway/cli/test_cli.py imports from one of its own", 2),
 }
-SHOWN = ("text", "json")  # languages of blocks that nobody is to run
+SHOWN = ("text", "json")  # languages of blocks not meant to be run
 ALL = [block for document in DOCUMENTS for block in blocks(document)]
 
 
@@ -70,7 +71,7 @@ def test_what_is_not_run_is_counted_and_is_there() -> None:
 
 
 def test_what_stands_beside_a_command_is_there_too() -> None:
-    """As `make up  # or: staccato up …`."""
+    """Check commands in comments, as in `make up  # or: staccato up …`."""
     offered = [line.partition("# or: ")[2] for block in ALL for line in block.text.splitlines() if "# or: " in line]
     assert offered and not [command for command in offered if wrong(words(uncommented(command)))]
 
@@ -93,7 +94,8 @@ def test_files_and_links_of_what_is_not_run_are_there() -> None:
 
 
 def test_the_benches_that_the_page_names_are_there() -> None:
-    named = set(re.findall(r"`(?:tests/bench/)?(bench_\w+\.py)`", (ROOT / "tests/bench/README.md").read_text()))
+    page = (ROOT / "tests/bench/README.md").read_text()
+    named = set(re.findall(r"`(?:tests/bench/(?:\w+/)?)?(bench_\w+\.py)`", page))
     assert len(named) > 10 and named <= {path.name for path in (ROOT / "tests/bench").rglob("bench_*.py")}
 
 

@@ -1,4 +1,4 @@
-"""A newcomer follows the README, in its order, and an operator the runbook, on one platform."""
+"""On one platform, a newcomer follows the README in order, and an operator follows the runbook."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.e2e.conftest import MODELS, Platform
 
 RUNBOOK = "deploy/RUNBOOK.md"
 NEWCOMER = "run: newcomer"
-pytestmark = pytest.mark.timeout(600)  # it is started twice
+pytestmark = pytest.mark.timeout(600)  # the platform is started twice
 TRACE = pa.table({"t": [0.0, 4.0, 9.0], "model": ["a", "b", "a"], "inp": [900, 200, 60], "out": [40, 90, 20]})
 
 
 @dataclass(frozen=True)
 class Followed:
-    """The README was, up to its end."""
+    """A platform on which the README was followed to the end."""
 
     place: Path
     platform: Platform
@@ -38,7 +38,7 @@ class Followed:
 
 
 def the_readmes_up() -> list[str]:
-    """Of `make up  # or: staccato up …`, without the port."""
+    """The arguments after the port in `make up  # or: staccato up …`."""
     (line,) = [line for block in blocks("README.md") for line in block.text.splitlines() if line.startswith("make up")]
     command = words(uncommented(line.partition("# or: ")[2]))
     assert command[0].endswith("staccato") and command[1:4] == ["up", "--port", "8080"]
@@ -46,7 +46,7 @@ def the_readmes_up() -> list[str]:
 
 
 def script() -> str:
-    """All that a newcomer types in one terminal, Python where the README has Python."""
+    """Every command that a newcomer types in a terminal, with Python where the README has Python."""
     marked = [block for block in blocks("README.md") if block.mark == NEWCOMER]
     texts = [f"python - <<'END'\n{b.text}END\n" if b.language == "python" else b.text for b in marked]
     return "set -x\n" + "".join(texts)
@@ -79,16 +79,15 @@ def test_the_readme_leads_a_newcomer_to_an_answer(followed: Followed) -> None:
 
 def test_the_runbook_rotates_a_key_and_takes_a_gpu_out(followed: Followed) -> None:
     said = {
-        block.heading: followed.operate(block)
+        heading: "\n".join(followed.operate(block) for block in under(RUNBOOK, heading, "run: up"))
         for heading in ("Rotate keys", "Take a GPU out")
-        for block in under(RUNBOOK, heading, "run: up")
     }
     assert re.search(r"^sk-st-", said["Rotate keys"], re.MULTILINE)
     assert "DEVICE" in said["Take a GPU out"]
 
 
 def test_a_restored_database_has_what_came_after_the_backup_too(followed: Followed) -> None:
-    """Last: the platform is started anew."""
+    """The last test: the platform is started anew."""
     platform = followed.platform
 
     def chat() -> None:

@@ -1,4 +1,4 @@
-"""A page for each policy, whose command draws its picture."""
+"""Every policy has a page, and the page's command draws the page's picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.policy.by_name import POLICIES
+from runtime.core.turns.registry import POLICIES
 from tests.deploy.tools import DEPLOY
 from tests.docs.documents import blocks
 from tests.docs.shell import run

@@ -1,4 +1,4 @@
-"""The whole platform as users start it: `staccato up` in a folder of its own, reached over HTTP alone."""
+"""The whole platform as started by users: `staccato up` in a new folder, reached over HTTP alone."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Platform:
     settings: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[str] | None = None
     keys: dict[str, str] = field(default_factory=dict)
+    limited: tuple[str, ...] = ()  # a command before `staccato up` that limits resources of the processes
 
     @property
     def url(self) -> str:
@@ -43,6 +44,7 @@ class Platform:
     def start(self, *arguments: str) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("STACCATO_")} | self.settings
         command = [
+            *self.limited,
             str(Path(sys.executable).with_name("staccato")),
             "up",
             "--data",
@@ -71,7 +73,7 @@ class Platform:
         return self.process.wait(60)
 
     def child(self, *words: str) -> psutil.Process:
-        """The one process of the tree whose command line has all of these words."""
+        """The only process of the tree whose command line contains every word of `words`."""
         found = self.children(*words)
         assert len(found) == 1, f"{words}: {len(found)} processes"
         return found[0]
@@ -80,13 +82,13 @@ class Platform:
         assert self.process is not None
         found = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # it may just have ended
+            with contextlib.suppress(psutil.Error):  # the process may just have ended
                 if all(any(word in part for part in child.cmdline()) for word in words):
                     found.append(child)
         return found
 
     def runtime(self, id: str) -> psutil.Process | None:
-        """The node process of that name; None while it is being started again."""
+        """The node process of the runtime `id`; None while the process is being started again."""
         for child in self.children("runtime.node"):
             with contextlib.suppress(psutil.Error):
                 if child.environ().get("STACCATO_RUNTIME_ID") == id:
@@ -112,7 +114,7 @@ class Platform:
         return response.json()
 
     def tenant(self, name: str) -> str:
-        """Create it; its key."""
+        """Create a tenant. Returns the tenant's key."""
         self.post("/api/v1/tenants", {"name": name})
         self.keys[name] = self.post(f"/api/v1/tenants/{name}/keys", {"name": "test"})["key"]
         return self.keys[name]
@@ -145,7 +147,7 @@ class Platform:
 
 @pytest.fixture(scope="session")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    """One for all tests that leave it as they found it: tenants `acme` and `globex`, models of the demo for `acme`."""
+    """A platform shared by tests that leave no change: tenants `acme` and `globex`, models of the demo for `acme`."""
     started = Platform(tmp_path_factory.mktemp("platform") / "data", free_port())
     try:
         started.start()

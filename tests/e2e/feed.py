@@ -1,6 +1,6 @@
-"""A control plane that is played: many GPUs and models in made-up turns, for what a browser makes of a large fleet.
+"""A played control plane: many GPUs and models in made-up turns, to test the dashboard with a large fleet.
 
-`python -m tests.e2e.feed [PORT]` serves it to be looked at; any key signs in.
+`python -m tests.e2e.feed [PORT]` serves the control plane for a look in a browser; any key signs in.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway import dashboard
-from gateway.watching import SPANS_MOST, ShownStage, _span
-from runtime.timeline import History
-from store.views import Span, Stage, Use, Why
+from gateway.control.watching import SPANS_MOST, ShownStage, _span
+from runtime.core.ledgers.timeline import History
+from store.contract.views import Span, Stage, Use, Why
 from tests.conftest import free_port
 
 S = 1_000_000
 MIB = 1 << 20
-PAGE_BYTES, PAGES = 32 * MIB, 2368  # of a GPU with 80 GB, without what is vLLM's
+PAGE_BYTES, PAGES = 32 * MIB, 2368  # pages of a GPU with 80 GB, without vLLM's own memory
 PAST_S = 1800
 NAMES = ("faq", "support", "search", "summary", "code", "weather", "legal", "poet", "triage", "router")
 TENANTS = ("acme", "globex", "initech", "umbrella", "hooli")
 
 
 class Played:
-    """One GPU whose models take turns: a switch of some ms, then steps for a fraction of a second."""
+    """A GPU whose models take turns: a switch of some ms, then steps for a fraction of a second."""
 
     def __init__(self, number: int, models: int, now_us: int) -> None:
         self.id = f"r{number + 1}"
@@ -131,7 +131,7 @@ class Played:
         }
 
     def pages(self) -> list[dict[str, Any]]:
-        """Half a dozen models at a time, in pieces, as after some hours."""
+        """A page map with half a dozen models at a time, in pieces, as after some hours of service."""
         chance, runs, left = random.Random(f"{self.id} {self.switches // 4}"), [], PAGES
         there = chance.sample(self.keys, min(6, len(self.keys)))
         while left > 0:
@@ -146,7 +146,7 @@ KINDS = ("weights", "kv", "cache")
 
 
 class Feed:
-    """`gpus` with `models` each, no two the same."""
+    """The state of the control plane: `gpus` GPUs with `models` models each, every model different."""
 
     def __init__(self, gpus: int = 8, models: int = 50) -> None:
         now_us = time.time_ns() // 1000
@@ -156,7 +156,7 @@ class Feed:
             for number, gpu in enumerate(self.gpus)
             for place, key in enumerate(gpu.keys)
         }
-        self.runs = True  # else all stands still
+        self.runs = True  # False: the fleet stands still
         self._lock = threading.Lock()
 
     def app(self) -> Starlette:
@@ -167,7 +167,7 @@ class Feed:
         return Starlette(routes=[*dashboard.routes(), *routes])
 
     async def events(self, request: Request) -> Response:
-        """A model falls asleep or wakes up, two each second."""
+        """Stream events: a model falls asleep or wakes up, two events per second."""
 
         async def told() -> AsyncIterator[bytes]:
             chance = random.Random(2)
@@ -199,6 +199,8 @@ class Feed:
                     return JSONResponse({"data": self._deployments(), "next_cursor": None})
                 case ["usage"]:
                     return JSONResponse({"data": self._usage(request.query_params["group_by"]), "next_cursor": None})
+                case ["billing", "corrections"]:
+                    return JSONResponse({"data": [], "next_cursor": None})
                 case ["audit"]:
                     return JSONResponse({"data": self._audit(), "next_cursor": None})
                 case ["models"]:
@@ -217,7 +219,7 @@ class Feed:
         return self.gpus
 
     def _deployments(self) -> list[dict[str, Any]]:
-        """The first ten of each GPU."""
+        """Deployments of the first ten models of each GPU."""
         chance = random.Random(1)
         found = []
         for gpu in self.gpus:
@@ -242,11 +244,12 @@ class Feed:
                     "attainment": shares,
                 }
                 slo = {"ttft_ms": 10_000, "tbt_ms": 100}
-                found.append({"id": key, "name": name, "tenant": tenant, "model": name, "slo": slo, "status": status})
+                one = {"id": key, "name": name, "tenant": tenant, "model": name, "slo": slo, "status": status}
+                found.append(one | {"target": None, "canary": None, "created_at": "2026-11-01T08:00:00.000000Z"})
         return found
 
     def _audit(self) -> list[dict[str, Any]]:
-        """One more each second, the newest first."""
+        """Rows of the audit log, the newest first. A row is added each second."""
         now_s = int(time.time())
         rows = []
         for seq in range(now_s, now_s - 100, -1):
@@ -324,7 +327,10 @@ class Feed:
             "to_us": found.to_us,
             "bucket_us": found.bucket_us,
             "spans": [_span(span) for span in found.spans],
-            "stages": [ShownStage(at_us=s.at_us, us=s.us, model=s.model, name=s.name) for s in found.stages],
+            "stages": [
+                ShownStage(at_us=s.at_us, us=s.us, model=s.model, name=s.name, deployments=self.names[s.model])
+                for s in found.stages
+            ],
             "models": {key: self.names[key] for key in keys if key},
         }
         return Response(msgspec.json.encode(shown), media_type="application/json")
@@ -337,7 +343,7 @@ def _event(deployment: dict[str, Any], phase: str) -> bytes:
 
 @contextmanager
 def serving(feed: Feed, port: int = 0) -> Iterator[str]:
-    """Its address."""
+    """Serve the feed in a thread. Yields the address."""
     port = port or free_port()
     server = uvicorn.Server(uvicorn.Config(feed.app(), port=port, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)

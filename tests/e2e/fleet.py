@@ -1,4 +1,4 @@
-"""A platform with several runtimes, streams over all of its models, and what hurts them."""
+"""A platform with several runtimes, streams over every model, and faults for the runtimes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 
 from deploy.demo.random_weights import write_random
-from store import grants, wire
-from store.bus import Bus, NoAnswer
+from store.bus import Bus, NoAnswer, ended
+from store.contract import grants, wire
 from tests.conftest import free_port
 from tests.e2e.conftest import Platform
 
@@ -34,7 +34,7 @@ class Fleet:
 
     platform: Platform
     models: list[str] = field(default_factory=list)
-    tokens: int = 0  # delivered, of all streams
+    tokens: int = 0  # delivered, over every stream
     calm: dict[tuple[int, int], dict[tuple[str, int], list[int]]] = field(default_factory=dict)  # see `undisturbed`
 
     @classmethod
@@ -48,7 +48,7 @@ class Fleet:
         settings: dict[str, str] | None = None,
     ) -> Iterator[Fleet]:
         settings = {"STACCATO_DRAIN_S": "1", "STACCATO_HANG_S": "4", **(settings or {})}
-        # All runtimes may be on their way back at once, and a loaded machine takes a minute to start one.
+        # Every runtime may be starting again at once, and a loaded machine takes a minute to start a runtime.
         settings |= {"STACCATO_HOLD_DEADLINE_S": f"{SILENCE_MOST_S}", "STACCATO_RESUME_DEADLINE_S": f"{SILENCE_MOST_S}"}
         fleet = cls(Platform(folder / "data", free_port(), settings))
         try:
@@ -74,7 +74,7 @@ class Fleet:
         self.models.append(name)
 
     async def ready(self, runtimes: int = RUNTIMES) -> None:
-        """So many have every model, and none of them failed."""
+        """Return when `runtimes` runtimes know every model; fail after 120 s."""
 
         deadline = time.monotonic() + 120
         while sum(len(gpu["models"]) == len(self.models) for gpu in await self.gpus()) < runtimes:
@@ -82,14 +82,14 @@ class Fleet:
             await asyncio.sleep(0.3)
 
     async def drain(self, runtime: str, on: bool) -> None:
-        """An operator's word; returns when the gateway sees it."""
+        """Drain the runtime, or with `on=False` end the drain. Returns when the gateway sees the change."""
         await asyncio.to_thread(self.platform.post, f"/api/v1/gpus/{runtime}:drain", {"on": on})
         async with asyncio.timeout(10):
             while any(gpu["id"] == runtime and gpu["draining"] != on for gpu in await self.gpus()):
                 await asyncio.sleep(0.1)
 
     async def gpus(self) -> list[dict[str, Any]]:
-        """While others use the machine up, an answer may be that it is too late."""
+        """State of the GPUs. On an overloaded machine the gateway may answer 503: ask again, for 30 s at most."""
         async with asyncio.timeout(30):
             while (answer := await asyncio.to_thread(self.platform.get, "/api/v1/gpus")).status_code == 503:
                 await asyncio.sleep(0.1)
@@ -98,7 +98,7 @@ class Fleet:
         return found
 
     async def busy(self) -> set[str]:
-        """Runtimes with requests, as soon as a lease says that there are any."""
+        """Runtimes with requests, as soon as a lease reports a request."""
         async with asyncio.timeout(10):
             while True:
                 gpus = await self.gpus()
@@ -107,22 +107,22 @@ class Fleet:
                 await asyncio.sleep(0.1)
 
     async def scheduler(self) -> str | None:
-        """The one that leads."""
+        """The leading scheduler; None without a leader."""
         said: str | None = (await asyncio.to_thread(self.platform.get, "/api/v1/fleet")).json()["scheduler"]
         return said
 
     async def moved(self) -> dict[str, int]:
-        """Running requests that went from each runtime to another since it was started."""
+        """Number of running requests that left each runtime for a new runtime, since the runtime's start."""
         return {gpu["id"]: gpu["moved"] for gpu in await self.gpus()}
 
     @contextlib.asynccontextmanager
     async def moving(self, chance: random.Random) -> AsyncIterator[Counter[str]]:
-        """Requests of chance are told to move, all the time; counts those that did, by the runtime that they left."""
+        """Keep telling random requests to move. Yields a growing count of moves, by source runtime."""
         moves: Counter[str] = Counter()
-        async with asyncio.TaskGroup() as group:  # what goes wrong there ends this, too
+        async with asyncio.TaskGroup() as group:  # an error in the task ends the context, too
             task = group.create_task(self._keep_moving(chance, moves))
             yield moves
-            task.cancel()
+            await ended(task)  # a single cancel may be swallowed by nats-py
 
     async def _keep_moving(self, chance: random.Random, moves: Counter[str]) -> None:
         last = await self.moved()
@@ -131,8 +131,8 @@ class Fleet:
         async with Bus.connect(url, "test", grants.SCHEDULER, seed) as bus:
             while True:
                 source, target = chance.sample([f"r{number}" for number in range(1, RUNTIMES + 1)], 2)
-                order = wire.Migrate(target=target, count=chance.randint(1, 3), term=1 << 62)  # before any scheduler's
-                with contextlib.suppress(NoAnswer):  # it was killed
+                order = wire.Migrate(target=target, count=chance.randint(1, 3), term=1 << 62)  # above any scheduler's
+                with contextlib.suppress(NoAnswer):  # the source was killed
                     reply = wire.decode(wire.Reply, await bus.request(wire.migrate_subject(source), order, 1.0))
                     assert reply.refusal is None, reply.reason
                 await asyncio.sleep(0.1)
@@ -141,7 +141,7 @@ class Fleet:
                 last = now
 
     async def stream(self, model: str, number: int, tokens: int = TOKENS, **sampling: object) -> list[int]:
-        """All tokens of one stream, to its end; fails on an error or a silence."""
+        """Tokens of a stream to its end. Fails on an error or a silence."""
         body = {"model": model, "prompt": [5 + number, 6, 7], "max_tokens": tokens, "ignore_eos": True, "stream": True}
         body |= {"temperature": 0, "return_token_ids": True} | sampling
         headers = {"authorization": f"Bearer {self.platform.keys['acme']}"}
@@ -166,7 +166,10 @@ class Fleet:
         raise AssertionError(f"the stream ended without [DONE] after {len(said)} tokens")
 
     async def streams(self, each: int, prefix: str = "", tokens: int = TOKENS) -> dict[tuple[str, int], list[int]]:
-        """`each` of every model at once, every third one sampled with a seed. With a prefix, of those deployments."""
+        """Tokens of `each` streams of every model, run at once; every third stream is sampled with a seed.
+
+        `prefix` goes before the names of the deployments. Returns tokens by model and number.
+        """
         asked = [(model, number) for number in range(each) for model in self.models]
         jobs = [
             self.stream(
@@ -174,13 +177,16 @@ class Fleet:
             )
             for model, number in asked
         ]
-        async with asyncio.TaskGroup() as group:  # one that fails ends the others
+        async with asyncio.TaskGroup() as group:  # a failed stream ends the rest
             tasks = [group.create_task(job) for job in jobs]
         return dict(zip(asked, (task.result() for task in tasks), strict=True))
 
     async def streams_that_return(self, each: int, tbt_ms: int) -> dict[tuple[str, int], list[int]]:
-        """Of many tokens, with that objective; they begin on r1 alone, and the other runtimes come back while they run,
-        long enough for leases to say so and the scheduler to see it."""
+        """Run streams of MANY_TOKENS tokens with the objective `tbt_ms`. Returns tokens by model and number.
+
+        The streams begin on r1 alone, and the other runtimes come back during the streams. The streams last long enough
+        for leases to report the runtimes' return, and for the scheduler to see the leases.
+        """
         others = [f"r{number}" for number in range(2, RUNTIMES + 1)]
         names = [f"in-{tbt_ms}-{model}" for model in self.models]
         hurried = [
@@ -204,14 +210,17 @@ class Fleet:
                 self.platform.request("DELETE", f"/api/v1/deployments/{deployment['id']}")
 
     async def undisturbed(self, each: int, tokens: int = TOKENS) -> dict[tuple[str, int], list[int]]:
-        """What such streams say when nothing happens; asked once, and again never."""
+        """Tokens of streams without any fault. Asked once for each `each` and `tokens`, then remembered."""
         await self.ready()
         if (each, tokens) not in self.calm:
             self.calm[each, tokens] = await self.streams(each, tokens=tokens)
         return self.calm[each, tokens]
 
     async def past(self, tokens: int, streams: asyncio.Task[object]) -> bool:
-        """Returns when so many were delivered; false when the streams ended before. Raises what they raised."""
+        """Return True when `tokens` tokens were delivered, False when the streams ended before.
+
+        Raises an error of the streams.
+        """
         while self.tokens < tokens and not streams.done():
             await asyncio.sleep(0.005)
         if streams.done():
@@ -219,15 +228,17 @@ class Fleet:
         return not streams.done()
 
     async def booked(self, tokens: int) -> None:
-        """Returns when the bill has so many output tokens, and not more."""
+        """Return when the bill has exactly `tokens` output tokens; fail after 30 s."""
         deadline = time.monotonic() + 30
         while (found := await asyncio.to_thread(self.platform.usage, "acme"))["output_tokens"] != tokens:
             assert time.monotonic() < deadline, f"{found} were booked, and {tokens} tokens delivered"
             await asyncio.sleep(0.3)
 
     async def hurt(self, each: int, times: int, chance: random.Random, signal_number: int) -> tuple[object, int]:
-        """Run the streams while a runtime of chance gets the signal, so often, at tokens of chance; what was said, and
-        how often it was really sent."""
+        """Run streams while random runtimes get the signal `times` times, at random numbers of delivered tokens.
+
+        Returns the tokens of the streams, and the number of signals sent before the streams ended.
+        """
         before, sent = self.tokens, 0
         streams = asyncio.create_task(self.streams(each))
         total = TOKENS * each * len(self.models)

@@ -1,4 +1,4 @@
-"""The databases, and a control plane on one of them."""
+"""Fixtures: the databases, and a control plane on a database."""
 
 from tests.databases import database as database
 from tests.databases import database_url as database_url

@@ -1,6 +1,6 @@
-"""A hub on loopback that speaks what the client asks: a model's info, files with ranges, redirects, and faults.
+"""A hub on loopback that answers the client's requests: a model's info, files with ranges, redirects, and faults.
 
-Everything is real HTTP on sockets. A fault is set on the hub before it is asked, by the name of a file.
+Everything is real HTTP on sockets. A test sets a fault on the hub before the client asks, by the name of a file.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "a" * 40
-LFS = (".safetensors", "tokenizer.json")  # what hubs keep by SHA-256; the rest by git's digest
+LFS = (".safetensors", "tokenizer.json")  # hubs keep files with these endings by SHA-256, the rest by git's digest
 
 
 @dataclass
 class Asked:
-    """A request that was heard."""
+    """A request that the hub heard."""
 
     path: str
     range: str | None
@@ -33,20 +33,21 @@ class Asked:
 
 @dataclass
 class Hub:
-    """`repos`: org/name → file → bytes. `cuts`: file → after how many bytes of each answer the connection breaks."""
+    """State and faults of a hub. `repos`: org/name → file → bytes. `cuts`: file → for each answer, the number of bytes
+    after which the connection breaks."""
 
     port: int = 0
     repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
     revisions: dict[str, str] = field(default_factory=lambda: {"main": COMMIT, COMMIT: COMMIT})
     gated: set[str] = field(default_factory=set)
-    token: str | None = None  # that it wants
+    token: str | None = None  # required of clients
     cuts: dict[str, list[int]] = field(default_factory=dict)
-    lies: dict[str, int] = field(default_factory=dict)  # file → how many answers have other bytes
-    redirects: dict[str, str] = field(default_factory=dict)  # file → to where
-    says: dict[str, dict[str, Any]] = field(default_factory=dict)  # file → what its entry says instead
+    lies: dict[str, int] = field(default_factory=dict)  # file → how many answers have wrong bytes
+    redirects: dict[str, str] = field(default_factory=dict)  # file → target
+    says: dict[str, dict[str, Any]] = field(default_factory=dict)  # file → replaced fields of the file's entry
     slow_s: float = 0.0  # between two pieces of PIECE bytes
     whole: bool = False  # ranges are not understood
-    down: int = 0  # so many answers are a 503
+    down: int = 0  # number of answers that are a 503
     asked: list[Asked] = field(default_factory=list)
 
     @property
@@ -153,12 +154,12 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
-        """A client that goes away is what several tests are about."""
+        """Print nothing: in several tests the client leaves on purpose."""
 
 
 @contextlib.contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
-    """On a port of its own, or on the one that the hub has already."""
+    """Serve the hub on a free port, or on the port that the hub has already."""
     server = _Server(("127.0.0.1", hub.port), type("Answers", (_Answers,), {"hub": hub}))
     hub.port = server.server_port
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)

@@ -1,4 +1,4 @@
-"""A control plane in this process: real routes, real database, real NATS; only the runtime is played by the test."""
+"""A control plane in the test's process: real routes, real database, real NATS; the test plays only the runtime."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from gateway.auth import Auth
-from gateway.control import Control, Engines
-from gateway.fleet import Fleet
-from gateway.metrics import Metrics
-from gateway.openapi import document
-from gateway.recent import Recent
-from gateway.sources import Sources
-from store import wire
+from gateway.control.openapi import document
+from gateway.control.routes import ControlPlane, Engines
+from gateway.http.auth import Auth
+from gateway.imports.sources import Sources
+from gateway.inference.metrics import Metrics
+from gateway.inference.recent import Recent
+from gateway.inference.runtimes import RuntimesView
 from store.bus import Bus
-from store.db import Database
-from store.wire import Attained, ModelState, Role
+from store.contract import wire
+from store.contract.wire import Attained, ModelState, Role
+from store.db.database import Database
 from tests.conftest import NatsServer
-from tests.gateway.described import Described
-from tests.store.folders import SUPPORTED, write_model
+from tests.gateway.http.described import Described
+from tests.store.files.folders import SUPPORTED, write_model
 
 ADMIN_KEY = "sk-st-admin"
 PEPPER = b"pepper"
@@ -37,16 +37,17 @@ ENGINES = Engines(SUPPORTED, frozenset({"hermes"}), frozenset({"qwen3"}))
 
 @dataclass
 class Plane:
-    """`admin` is a client with the admin key; `tenant` makes a tenant and a client with a key of it.
+    """A control plane. `admin` is a client with the admin key; `tenant` makes a tenant and a client with a tenant's
+    key.
 
-    Whatever is answered is held against the description of the API.
+    Every answer is held against the description of the API.
     """
 
     app: Starlette
     bus: Bus
-    fleet: Fleet
+    fleet: RuntimesView
     auth: Auth
-    control: Control
+    control: ControlPlane
     metrics: Metrics
     recent: Recent
     database: Database
@@ -76,7 +77,7 @@ class Plane:
         return self.client(answer["key"])
 
     async def model(self, name: str, client: httpx.AsyncClient | None = None, folder: Path | None = None) -> Any:
-        """Registered and inspected."""
+        """Register a model, and return the model after the inspection."""
         client = client or self.admin
         source = str(folder or write_model(self.folder / name, seed=name))
         model = made(await client.post("/models", json={"name": name, "source": source}), 202)
@@ -94,8 +95,9 @@ class Plane:
         pool_bytes: int = 0,
         attainment: Mapping[str, Attained] | None = None,
         role: Role = Role.BOTH,
+        false_losses: int = 0,
     ) -> None:
-        """What the runtime says of its models; returns when the gateway has heard it."""
+        """Put a lease with the states of a runtime's models. Returns when the gateway has heard the lease."""
         pages = dict(page_bytes=1 << 12, pages_total=pool_bytes >> 12)
         lease = wire.Lease(
             runtime=runtime,
@@ -104,6 +106,7 @@ class Plane:
             role=role,
             models=dict(states),
             attainment=dict(attainment or {}),
+            false_losses=false_losses,
             **pages,
         )
         await self.bus.put(wire.LEASES, runtime, lease)
@@ -114,7 +117,7 @@ class Plane:
         await until(heard)
 
     async def placed(self, keys: set[str]) -> None:
-        """Returns when the runtimes are told to have these engines and no others."""
+        """Return when the bus tells runtimes to have exactly the engines `keys`."""
 
         async def are_placed() -> bool:
             return set(await self.bus.keys(wire.MODELS)) == keys
@@ -137,7 +140,7 @@ async def until(found: Callable[[], Awaitable[Any]]) -> Any:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Sources:
-    """Where models come from; a test that needs others has a fixture of this name."""
+    """Sources of models. A test that needs different sources overrides the fixture."""
     return Sources(roots=(tmp_path / "roots",), folder=tmp_path / "imported")
 
 
@@ -151,7 +154,7 @@ async def plane(sqlite_url: str, nats_server: NatsServer, tmp_path: Path, source
 async def plane_on_both(
     database: Database, nats_server: NatsServer, tmp_path: Path, sources: Sources
 ) -> AsyncIterator[Plane]:
-    """For what depends on how a database keeps writers apart, and on its SQL."""
+    """A control plane on each kind of database: for tests that depend on SQL or the isolation of writers."""
     async with _plane(database, nats_server, tmp_path, sources) as made_plane:
         yield made_plane
 
@@ -160,10 +163,10 @@ async def plane_on_both(
 async def _plane(database: Database, nats_server: NatsServer, tmp_path: Path, sources: Sources) -> AsyncIterator[Plane]:
     (tmp_path / "roots").mkdir()
     async with Bus.connect(nats_server.url, "test") as bus:
-        fleet, auth = Fleet(bus), Auth(database, PEPPER, ADMIN_KEY)
+        fleet, auth = RuntimesView(bus), Auth(database, PEPPER, ADMIN_KEY)
         await fleet.start()
         metrics, recent = Metrics(fleet), Recent()
-        control = Control(database, auth, fleet, ENGINES, sources, metrics, recent)
+        control = ControlPlane(database, auth, fleet, ENGINES, sources, metrics, recent)
         app = Starlette(routes=control.routes())
         async with control.running():
             made_plane = Plane(app, bus, fleet, auth, control, metrics, recent, database, tmp_path, httpx.AsyncClient())

@@ -42,9 +42,11 @@ def test_sizes_and_folder_lists_are_read_as_people_write_them(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [
-        ("STACCATO_PORT", "eighty", "integer"),
-        ("STACCATO_PORT", "70000", "65535"),
-        ("STACCATO_DEVICE_MEMORY", "lots", "byte"),
+        ("STACCATO_PORT", "eighty", ": write a whole number"),
+        ("STACCATO_PORT", "70000", ": write at most 65535"),
+        ("STACCATO_HEADER_DEADLINE_S", "soon", ": write a number, as 2.5"),
+        ("STACCATO_HEADER_DEADLINE_S", "0", ": write more than 0"),
+        ("STACCATO_DEVICE_MEMORY", "lots", ": write a size in bytes, as 512MiB or 8GB"),
         ("STACCATO_DEVICE_MEMORY", "1MiB", "4194304"),
         ("STACCATO_HOST_CACHE", "1MiB", "16777216"),
         ("STACCATO_POLICY", "fair", "round-robin"),

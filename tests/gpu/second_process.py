@@ -1,4 +1,4 @@
-"""The other side of an exported page: `second_process.py FD BYTES` maps it, prints its bytes, fills it with 0x5a."""
+"""The process that imports a page: `second_process.py FD BYTES` maps the page, prints its bytes, fills it with 0x5a."""
 
 from __future__ import annotations
 

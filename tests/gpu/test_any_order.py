@@ -1,4 +1,4 @@
-"""Ten seconds of anything in any order on a real GPU, kernels and copies under way: no page is lost, mixed or stale."""
+"""Ten seconds of random actions on a real GPU, with kernels and copies under way: no page is lost, mixed or stale."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ import time
 from collections import deque
 from typing import Any
 
-from runtime.memory.native import Cache, Code, Device, Direction, PoolError, Segment, Ticket
+from runtime.memory.native import CacheMemory, Code, DevicePool, Direction, PoolError, Segment, TransferTicket
 from tests.gpu.conftest import PAGE, SOON_S, tensor
 
-OWNERS, SLOTS = 3, 64  # 192 pages are wanted, the pool has 128
+OWNERS, SLOTS = 3, 64  # the owners want 192 pages, the pool has 128
 SECONDS, SEED = 10, 1
 SPIN_CYCLES = 2_000_000  # about 1 ms
 PARKED = 16  # places in the cache, behind the owners' images
 
 
 class Owner:
-    """A reservation, a stream, and what must be there: the byte that each of its pages is full of."""
+    """A reservation, a stream, and the expected content: for each page, the byte that fills the page."""
 
-    def __init__(self, torch: Any, device: Device, cache: Cache, number: int, chance: random.Random) -> None:
+    def __init__(self, torch: Any, device: DevicePool, cache: CacheMemory, number: int, chance: random.Random) -> None:
         self.torch, self.device, self.cache, self.chance = torch, device, cache, chance
         self.reservation = device.reserve(SLOTS * PAGE)
         self.stream = torch.cuda.Stream()
         self.image_at = number * PAGE
-        self.bytes = range(1 + number * 80, 81 + number * 80)  # nobody else's
+        self.bytes = range(1 + number * 80, 81 + number * 80)  # bytes of no other owner
         self.image = self.bytes[0]
         self.content: dict[int, int] = {}
         self.clean: set[int] = set()
-        self.parked: dict[int, tuple[Ticket, int]] = {}
+        self.parked: dict[int, tuple[TransferTicket, int]] = {}
         cache.view(self.image_at, PAGE)[:] = bytes([self.image]) * PAGE
 
     def some_slots(self) -> range:
         first = self.chance.randrange(SLOTS)
         return range(first, min(SLOTS, first + self.chance.randint(1, 24)))
 
-    def ticket(self) -> Ticket:
+    def ticket(self) -> TransferTicket:
         return self.device.stream_ticket(self.stream.cuda_stream)
 
     def page(self, slot: int) -> Any:
@@ -72,7 +72,7 @@ class Owner:
         self.content.update(dict.fromkeys(slots, self.image))
 
     def write(self) -> None:
-        """A kernel that nobody waits for."""
+        """Write pages by a kernel, without waiting for the kernel."""
         slots = [slot for slot in self.some_slots() if slot in self.content and slot not in self.clean]
         with self.torch.cuda.stream(self.stream):
             self.torch.cuda._sleep(SPIN_CYCLES)
@@ -81,7 +81,7 @@ class Owner:
                 self.page(slot).fill_(self.content[slot])
 
     def park(self) -> None:
-        """A copy to the host that is looked at much later, when its page may be anybody's."""
+        """Copy a page to the host. The copy is checked much later, when the page may belong to any owner."""
         slots = [slot for slot in self.content if slot not in self.clean]
         if not slots:
             return
@@ -89,7 +89,7 @@ class Owner:
         self.look_at_parked(place)
         at = self.parked_at(place)
         ticket = self.reservation.copy(slot * PAGE, self.cache, at, PAGE, Direction.TO_HOST, after=self.ticket())
-        ticket.hold_stream(self.stream.cuda_stream, SOON_S)  # what is written from now on comes after it
+        ticket.hold_stream(self.stream.cuda_stream, SOON_S)  # later writes come after the copy
         self.parked[place] = ticket, self.content[slot]
 
     def look_at_parked(self, place: int) -> None:
@@ -118,13 +118,13 @@ class Owner:
     def check(self) -> None:
         clean = len(self.clean) * PAGE
         assert self.reservation.residency(0, SLOTS * PAGE) == (len(self.content) * PAGE - clean, clean)
-        if self.content and self.chance.random() < 0.2:  # a look waits for the stream, which should be behind
+        if self.content and self.chance.random() < 0.2:  # a look waits for the stream, and the stream should lag behind
             slot = self.chance.choice(list(self.content))
             with self.torch.cuda.stream(self.stream):
                 assert bool(self.torch.all(self.page(slot) == self.content[slot])), f"slot {slot} has other bytes"
 
 
-def test_pages_are_conserved_and_keep_their_bytes(torch: Any, device: Device, cache: Cache) -> None:
+def test_pages_are_conserved_and_keep_their_bytes(torch: Any, device: DevicePool, cache: CacheMemory) -> None:
     chance = random.Random(SEED)
     owners = [Owner(torch, device, cache, number, chance) for number in range(OWNERS)]
     done: deque[str] = deque(maxlen=12)

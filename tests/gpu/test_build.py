@@ -1,4 +1,4 @@
-"""What only NVIDIA's compiler can tell, on any machine that has it: our CUDA sources are sound, no GPU needed."""
+"""A check by NVIDIA's compiler, on any machine with nvcc and without a GPU: the CUDA sources are sound."""
 
 from __future__ import annotations
 

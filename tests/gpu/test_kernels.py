@@ -1,4 +1,4 @@
-"""The kernels that gather and scatter KV blocks: their arithmetic on the host, what they refuse, all of it on a GPU."""
+"""The kernels that gather and scatter KV blocks: arithmetic on the host, refusals, and both kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.memory.kernels import CupyMissing, gather, scatter
-from runtime.memory.native import Cache, Code, Device, Direction, Piece, PoolError, Reservation
+from runtime.memory.native import CacheMemory, Code, DevicePool, Direction, Piece, PoolError, Reservation
 from tests.conftest import ROOT
 from tests.gpu.conftest import IMAGE, PAGE, SOON_S, WHOLE_IMAGE, tensor
 
@@ -54,7 +54,7 @@ def on_the_host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[Piece], list[int], list[int]]:
-    """Pieces of layers that lie one after the other, gaps between them, and blocks that go out and come back."""
+    """Pieces of successive layers with gaps between, blocks to gather, and blocks to scatter to."""
     layers, blocks = draw(st.integers(1, 4)), draw(st.integers(1, 9))
     sizes = [16 * draw(st.integers(1, 40)) for _ in range(layers)]
     gap = 16 * draw(st.integers(0, 3))
@@ -92,7 +92,7 @@ def numbers(piece: Piece) -> tuple[int, ...]:
 
 
 def places(pieces: list[Piece], blocks: list[int]) -> list[tuple[int, int]]:
-    """Where the bytes of these blocks are on the device, in the order in which they are packed, and how many."""
+    """Offset and size of the blocks' bytes on the device, in the order of packing."""
     return [(p.device_offset + block * p.device_stride, p.bytes) for block in blocks for p in pieces]
 
 
@@ -101,7 +101,7 @@ def places(pieces: list[Piece], blocks: list[int]) -> list[tuple[int, int]]:
 
 @pytest.fixture
 def on_host_memory() -> Iterator[Reservation]:
-    device = Device(1 << 20, page_bytes=64 << 10, huge_folios=False)
+    device = DevicePool(1 << 20, page_bytes=64 << 10, huge_folios=False)
     reservation = device.reserve(1 << 20)
     yield reservation
     reservation.release()
@@ -156,7 +156,7 @@ OLD, NEW = [3, 4, 5, 17, 30], [40, 41, 42, 9, 63]
 
 @pytest.mark.parametrize("pack_on", ["the device", "the host"])
 def test_the_gpu_packs_and_unpacks_as_torch_would(
-    torch: Any, device: Device, reservation: Reservation, cache: Cache, pack_on: str
+    torch: Any, device: DevicePool, reservation: Reservation, cache: CacheMemory, pack_on: str
 ) -> None:
     pytest.importorskip("cupy")
     reservation.load(cache, WHOLE_IMAGE).wait(SOON_S)

@@ -1,4 +1,4 @@
-"""The memory library on a real GPU; what it promises on any device is tested in tests/runtime/test_memory.py."""
+"""The memory library on a real GPU; tests/runtime/memory/test_memory.py tests the promises for any device."""
 
 from __future__ import annotations
 
@@ -8,14 +8,26 @@ import sys
 
 import pytest
 
-from runtime.memory.native import Backend, Cache, Code, Device, Direction, Piece, PoolError, Reservation, Segment
+from runtime.memory.native import (
+    Backend,
+    CacheMemory,
+    Code,
+    DevicePool,
+    Direction,
+    Piece,
+    PoolError,
+    Reservation,
+    Segment,
+)
 from tests.conftest import ROOT
 from tests.gpu.conftest import IMAGE, PAGE, POOL_BYTES, SOON_S, WHOLE_IMAGE, read
 
 HALF = POOL_BYTES // 2
 
 
-def test_an_image_comes_and_is_kept_as_clean_cache(device: Device, reservation: Reservation, cache: Cache) -> None:
+def test_an_image_comes_and_is_kept_as_clean_cache(
+    device: DevicePool, reservation: Reservation, cache: CacheMemory
+) -> None:
     reservation.load(cache, WHOLE_IMAGE).wait(SOON_S)
     assert read(reservation, cache, 0, len(IMAGE)) == IMAGE
     reservation.mark_clean(0, len(IMAGE))
@@ -26,7 +38,9 @@ def test_an_image_comes_and_is_kept_as_clean_cache(device: Device, reservation: 
     assert read(reservation, cache, 0, len(IMAGE)) == IMAGE
 
 
-def test_a_page_full_of_nan_is_zeroed_for_another_owner(device: Device, reservation: Reservation, cache: Cache) -> None:
+def test_a_page_full_of_nan_is_zeroed_for_another_owner(
+    device: DevicePool, reservation: Reservation, cache: CacheMemory
+) -> None:
     """0xff is NaN in every float; NaN behind an attention mask of zeroes would still spoil a sum."""
     fill_the_pool_with_nan(reservation, cache)
     other = device.reserve(POOL_BYTES)
@@ -36,7 +50,7 @@ def test_a_page_full_of_nan_is_zeroed_for_another_owner(device: Device, reservat
     other.release()
 
 
-def fill_the_pool_with_nan(reservation: Reservation, cache: Cache) -> None:
+def fill_the_pool_with_nan(reservation: Reservation, cache: CacheMemory) -> None:
     cache.view(HALF, HALF)[:] = b"\xff" * HALF
     reservation.map(0, POOL_BYTES, SOON_S)
     for offset in (0, HALF):
@@ -45,15 +59,15 @@ def fill_the_pool_with_nan(reservation: Reservation, cache: Cache) -> None:
 
 
 def test_a_cancelled_load_leaves_no_bytes_of_another_owner(
-    device: Device, reservation: Reservation, cache: Cache
+    device: DevicePool, reservation: Reservation, cache: CacheMemory
 ) -> None:
-    """Pages that were mapped ahead, and that no copy has reached, still hold what was there before."""
+    """Pages mapped ahead, and not yet reached by a copy, still hold the bytes of the previous owner."""
     fill_the_pool_with_nan(reservation, cache)
     other = device.reserve(POOL_BYTES)
     cache.view(0, HALF)[:] = bytes(HALF)
     device.throttle(PAGE / 0.05)
     load = other.load(cache, [Segment(0, 0, HALF)], chunk_bytes=PAGE)
-    while device.stats().pages_mapped < 4:  # ahead of the first copy, which takes 50 ms
+    while device.stats().pages_mapped < 4:  # pages mapped ahead of the first copy, which takes 50 ms
         assert not load.done()
     load.cancel()
     with pytest.raises(PoolError, match="cancelled"):
@@ -65,7 +79,7 @@ def test_a_cancelled_load_leaves_no_bytes_of_another_owner(
     other.release()
 
 
-def test_an_address_is_mapped_again_while_an_old_copy_is_pending(reservation: Reservation, cache: Cache) -> None:
+def test_an_address_is_mapped_again_while_an_old_copy_is_pending(reservation: Reservation, cache: CacheMemory) -> None:
     for _ in range(5):
         cache.view(HALF, len(IMAGE))[:] = bytes(len(IMAGE))
         reservation.load(cache, WHOLE_IMAGE).wait(SOON_S)
@@ -78,7 +92,7 @@ def test_an_address_is_mapped_again_while_an_old_copy_is_pending(reservation: Re
         reservation.unmap(0, len(IMAGE))
 
 
-def test_blocks_come_back_under_other_numbers(reservation: Reservation, cache: Cache) -> None:
+def test_blocks_come_back_under_other_numbers(reservation: Reservation, cache: CacheMemory) -> None:
     block, layers, blocks = 32 << 10, 8, 64
     pieces = [Piece(layer * blocks * block, block, layer * block, layers * block, block) for layer in range(layers)]
     ids, new_ids, places = [3, 4, 5, 17, 30], [40, 41, 42, 9, 63], [300, 301, 302, 303, 304]
@@ -93,15 +107,15 @@ def test_blocks_come_back_under_other_numbers(reservation: Reservation, cache: C
     assert read(reservation, cache, 0, len(IMAGE)) == expected
 
 
-def test_a_load_comes_through_another_device(device: Device) -> None:
-    """In pieces that are no whole pages."""
+def test_a_load_comes_through_another_device(device: DevicePool) -> None:
+    """The load is relayed in pieces that are no whole pages."""
     try:
-        helped = Device(POOL_BYTES, backend=Backend.CUDA, page_bytes=PAGE, helpers=(1,), relay_bytes=3 * PAGE)
+        helped = DevicePool(POOL_BYTES, backend=Backend.CUDA, page_bytes=PAGE, helpers=(1,), relay_bytes=3 * PAGE)
     except PoolError as error:
         if error.code is Code.UNSUPPORTED or str(error).startswith("cuDeviceGet"):
             pytest.skip(f"there is no second GPU that can write to the first one's memory: {error}")
         raise
-    cache, reservation = Cache(POOL_BYTES), helped.reserve(POOL_BYTES)
+    cache, reservation = CacheMemory(POOL_BYTES), helped.reserve(POOL_BYTES)
     cache.commit(0, POOL_BYTES)
     cache.pin(helped, 0, POOL_BYTES)
     cache.view(0, len(IMAGE))[:] = IMAGE
@@ -112,7 +126,7 @@ def test_a_load_comes_through_another_device(device: Device) -> None:
     helped.close()
 
 
-def test_a_second_process_reads_and_writes_an_exported_page(reservation: Reservation, cache: Cache) -> None:
+def test_a_second_process_reads_and_writes_an_exported_page(reservation: Reservation, cache: CacheMemory) -> None:
     reservation.load(cache, WHOLE_IMAGE).wait(SOON_S)
     fd, offset = reservation.export_page(PAGE)
     assert offset == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runtime.memory.native import Cache, Device, Reservation
+from runtime.memory.native import CacheMemory, DevicePool, Reservation
 from tests.gpu.conftest import IMAGE, PAGE, SOON_S, WHOLE_IMAGE, WORDS, tensor
 
 SPIN_CYCLES = 400_000_000  # about 0.2 s
@@ -21,7 +21,7 @@ def by_dlpack(torch: Any, reservation: Reservation, offset: int, size: int) -> A
 
 @pytest.mark.parametrize("make", [tensor, by_dlpack], ids=["cuda array interface", "dlpack"])
 def test_a_tensor_keeps_its_address_over_scale_to_zero(
-    torch: Any, device: Device, reservation: Reservation, cache: Cache, make: Callable[..., Any]
+    torch: Any, device: DevicePool, reservation: Reservation, cache: CacheMemory, make: Callable[..., Any]
 ) -> None:
     reservation.load(cache, WHOLE_IMAGE).wait(SOON_S)
     weights = make(torch, reservation, 0, len(IMAGE)).view(torch.int32)
@@ -36,7 +36,7 @@ def test_a_tensor_keeps_its_address_over_scale_to_zero(
 
 
 def test_a_graph_captured_before_scale_to_zero_replays_right_after_the_load(
-    torch: Any, device: Device, reservation: Reservation, cache: Cache
+    torch: Any, device: DevicePool, reservation: Reservation, cache: CacheMemory
 ) -> None:
     """The stream waits for the load and the unmap for the stream; the host waits for neither."""
     reservation.load(cache, WHOLE_IMAGE).wait(SOON_S)
@@ -62,7 +62,7 @@ def test_a_graph_captured_before_scale_to_zero_replays_right_after_the_load(
 
 @pytest.mark.parametrize("mode", ["thread_local", "global"])
 def test_a_graph_is_captured_while_the_pages_of_another_model_come(
-    torch: Any, device: Device, reservation: Reservation, cache: Cache, mode: str
+    torch: Any, device: DevicePool, reservation: Reservation, cache: CacheMemory, mode: str
 ) -> None:
     """While a capture is global, which is torch's default, the driver refuses to tell most threads about events."""
     result = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -78,8 +78,8 @@ def test_a_graph_is_captured_while_the_pages_of_another_model_come(
     assert result.item() == 1001
 
 
-def test_an_unmap_waits_for_the_kernels_of_a_stream(torch: Any, device: Device, reservation: Reservation) -> None:
-    """Were the page gone when the second kernel writes to it, the context would be broken for good."""
+def test_an_unmap_waits_for_the_kernels_of_a_stream(torch: Any, device: DevicePool, reservation: Reservation) -> None:
+    """If the page were gone when the second kernel writes, the context would be broken for good."""
     reservation.map(0, PAGE, SOON_S)
     page = tensor(torch, reservation, 0, PAGE)
     torch.cuda.synchronize()
@@ -96,7 +96,7 @@ def test_an_unmap_waits_for_the_kernels_of_a_stream(torch: Any, device: Device, 
 
 
 def test_the_pages_that_a_kernel_still_writes_reach_no_other_owner(
-    torch: Any, device: Device, reservation: Reservation
+    torch: Any, device: DevicePool, reservation: Reservation
 ) -> None:
     whole_pool = device.stats().pages_total * PAGE
     reservation.map(0, whole_pool, SOON_S)

@@ -1,4 +1,4 @@
-"""What deploy/observability asks Prometheus: every expression of rules, alerts and dashboards, by where it stands."""
+"""Queries of deploy/observability to Prometheus: every expression of rules, alerts and dashboards, by place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from store.series import METRICS
+from store.contract.series import METRICS
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "deploy" / "observability"
@@ -37,7 +37,7 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def panels() -> dict[str, str]:
-    """Where → expression, with Grafana's variables as they are when nothing is chosen."""
+    """Expressions of the panels by place, with Grafana's variables as without a choice."""
     return {
         f"{path.stem}/{panel['title']}/{target['legendFormat']}": plain(target["expr"])
         for path in DASHBOARDS
@@ -55,20 +55,20 @@ def plain(expression: str, interval: str = "1m") -> str:
 
 
 def selectors(expression: str) -> list[str]:
-    """The series it reads."""
+    """The series read by the expression."""
     return _NAME.findall(expression)
 
 
 def samples() -> set[str]:
-    """Names that the declared metrics have in Prometheus."""
+    """Names of the declared metrics in Prometheus."""
     suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
     return {metric.name + suffix for metric in METRICS.values() for suffix in suffixes[metric.kind]}
 
 
 def copy(folder: Path, key: str, target: str, scrape_s: int = 1) -> Path:
-    """Prometheus' configuration, as it would be installed, but for whom it asks and how often."""
+    """Copy Prometheus' configuration as installed, but for target and interval; returns the path of prometheus.yml."""
     shutil.copytree(FOLDER, folder)
-    (folder / "admin.key").write_text(key)
+    (folder / "metrics.key").write_text(key)
     config = folder / "prometheus.yml"
     config.write_text(config.read_text().replace("127.0.0.1:8080", target).replace("15s", f"{scrape_s}s"))
     return config

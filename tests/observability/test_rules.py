@@ -1,4 +1,6 @@
-"""Rules, alerts and dashboards: promtool takes them, the alerts' stories hold, and they ask for what there is."""
+"""Rules, alerts and dashboards: promtool takes them, the alerts' stories hold, and expressions ask for existing
+series.
+"""
 
 from __future__ import annotations
 

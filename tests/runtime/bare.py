@@ -1,7 +1,7 @@
-"""What bare vLLM says, in a process of its own: `python -m tests.runtime.bare`, a job on stdin, tokens on stdout.
+"""Answers of bare vLLM, from a separate process: `python -m tests.runtime.bare`, a job on stdin, tokens on stdout.
 
-A process of its own, because vLLM makes some of its groups for the first model of a process only: in the process that
-has Staccato's engines bare vLLM would find groups that Staccato made, or would miss its own.
+vLLM makes some process groups only for the first model of a process. In a process with Staccato's engines, bare vLLM
+would find groups made by Staccato, or would lack groups of its own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from tests.conftest import ROOT
 
 Tokens = dict[str, list[list[int]]]
+WITHOUT_AMX = "TEST_WITHOUT_AMX"  # set in the environment: vLLM is told that the processor has no AMX
+
+if os.environ.get(WITHOUT_AMX):
+    torch.cpu._is_amx_tile_supported = lambda: False  # by this function vLLM chooses its int8 products
 
 
 def ask_bare_vllm(
@@ -25,13 +31,13 @@ def ask_bare_vllm(
 
     Args:
         folders: model folders by name; the first should be a mixture of experts if any is.
-        dtypes: vLLM's dtype of each, by name.
+        dtypes: vLLM's dtypes by name.
         prompts: token ids.
         most: tokens to make for each prompt.
 
     Returns: the tokens made for each prompt asked alone, by the name of the model.
 
-    Raises AssertionError if a model says something else in a batch: rounding then decides what the model says.
+    Raises AssertionError if a model makes different tokens in a batch: rounding then decides the tokens.
     """
     models = {name: [str(path), dtypes[name]] for name, path in folders.items()}
     job = json.dumps({"models": models, "prompts": [list(prompt) for prompt in prompts], "most": most})
@@ -45,6 +51,7 @@ def ask_bare_vllm(
 
 
 def main() -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else a child of vLLM outlives this process and holds its pipes
     from vllm import LLM, SamplingParams
 
     import runtime.engine.settings  # noqa: F401  (vLLM's environment)
@@ -63,7 +70,7 @@ def main() -> None:
             disable_log_stats=True,
             seed=0,
         )
-        kept.append(llm)  # a core that is collected would end the process groups of all
+        kept.append(llm)  # a collected core would end every process group
         asked = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
         alone = [llm.generate([one], sampling, use_tqdm=False)[0] for one in asked]
         llm.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""A device's loop over real engines, told what to do by what it has said: every command comes between two steps."""
+"""A device's loop over real engines, driven by a script that reacts to the output: commands come between two steps."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from runtime import pipe
-from runtime.device import Device
-from runtime.engine.base import Build, Engine, Told
-from runtime.journal import Began, Journal, appended
-from runtime.policy.by_name import POLICIES
-from runtime.request import Objective
-from store.wire import EngineSpec, Finish, Run
+from runtime import ipc
+from runtime.core.device.request import Objective
+from runtime.core.engine import Engine, EngineBuilder, Told
+from runtime.core.turns.registry import POLICIES
+from runtime.device.journal import BeginRecord, DecisionJournal
+from runtime.device.loop import Device
+from store.contract.wire import EngineSpec, Finish, Run
+from store.files.records import appended
 from tests.runtime.engines import payload
 
 USUAL = Objective()
 DEADLINE_S = 120
-Script = Iterator[tuple[Callable[[], bool], list[pipe.ToDevice]]]
+Script = Iterator[tuple[Callable[[], bool], list[ipc.ToDevice]]]
 
 
 class Kept:
-    """Engines outlive the device that asked for them; the next gets them as they are built, without a page."""
+    """A build whose engines outlive the device. The next device gets the engines as if just built, without a page."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: EngineBuilder) -> None:
         self.version, self.pages_total, self.page_bytes = build.version, build.pages_total, build.page_bytes
         self.pages_used = build.pages_used
         self.life, self.hold = build.life, build.hold
@@ -46,23 +47,23 @@ class Kept:
 
 
 class Driven:
-    """A device and the node's end of its pipe, on one thread."""
+    """A device and the node's end of the pipe, on one thread."""
 
     def __init__(
         self,
-        build: Build,
+        build: EngineBuilder,
         policy: str,
         journal: Path,
         specs: list[EngineSpec],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._ours, theirs = pipe.pair()
+        self._ours, theirs = ipc.pair()
         self._ours.setblocking(False)
         self._theirs, self._in = theirs, bytearray()
-        began = Began(policy, build.pages_total, build.page_bytes)
+        began = BeginRecord(policy, build.pages_total, build.page_bytes)
         self._end = _End(theirs, self._before)
         self._journal = appended(journal)
-        written = Journal(self._journal, began)
+        written = DecisionJournal(self._journal, began)
         self.device = Device(self._end, POLICIES[policy](), build, clock, journal=written)
         self.specs = {spec.key: spec for spec in specs}
         self.said: dict[int, list[int]] = {}
@@ -72,7 +73,7 @@ class Driven:
         self._streams = itertools.count(1)
         self._script: Script = iter(())
         self._waits_for: Callable[[], bool] = lambda: True
-        self._then: list[pipe.ToDevice] = []
+        self._then: list[ipc.ToDevice] = []
 
     @property
     def models(self) -> Any:
@@ -82,16 +83,16 @@ class Driven:
     def open(self) -> list[int]:
         return [stream for stream in self.said if stream not in self.ended and stream not in self.cancelled]
 
-    def place(self) -> list[pipe.ToDevice]:
-        return [pipe.Place(spec) for spec in self.specs.values()]
+    def place(self) -> list[ipc.ToDevice]:
+        return [ipc.Place(spec) for spec in self.specs.values()]
 
     def placed(self) -> bool:
-        return len(self.models) == len(self.specs) and all(model.load_ms for model in self.models.values())
+        return len(self.models) == len(self.specs) and all(model.loads.load_ms for model in self.models.values())
 
-    def sleep(self) -> list[pipe.ToDevice]:
-        return [pipe.Order(key, awake=False) for key in self.specs]
+    def sleep(self) -> list[ipc.ToDevice]:
+        return [ipc.Order(key, awake=False) for key in self.specs]
 
-    def start(self, model: str, asked: dict[str, Any], objective: Objective = USUAL, salt: str = "") -> pipe.Start:
+    def start(self, model: str, asked: dict[str, Any], objective: Objective = USUAL, salt: str = "") -> ipc.Start:
         stream = next(self._streams)
         self.said[stream] = []
         sampling = {key: value for key, value in asked.items() if key != "prompt"}
@@ -110,14 +111,14 @@ class Driven:
             tbt_s=objective.tbt_s,
             patience_s=objective.patience_s,
         )
-        return pipe.Start(run)
+        return ipc.Start(run)
 
-    def stop(self, stream: int) -> pipe.Stop:
+    def stop(self, stream: int) -> ipc.Stop:
         self.cancelled.add(stream)
-        return pipe.Stop("g", [stream])
+        return ipc.Stop("g", [stream])
 
     def run(self, script: Script) -> None:
-        """Each item: when it is true, these commands. In the end all models are put to sleep."""
+        """Run the device by a script of (condition, commands). In the end every model is put to sleep."""
         self._script = itertools.chain(script, self._end_of_day())
         self.device.run()
         self._read()
@@ -127,14 +128,14 @@ class Driven:
 
     def _end_of_day(self) -> Script:
         yield lambda: not self.open, self.sleep()
-        yield lambda: self.device.instance.pages.used == 0, [pipe.Quit()]
+        yield lambda: self.device.instance.pages.used == 0, [ipc.Quit()]
 
     def _before(self) -> None:
-        """Between two steps of the loop."""
+        """Read the device's messages and send due commands. Called between two steps of the loop."""
         self._read()
         while self._waits_for():
             for message in self._then:
-                self._ours.sendall(pipe._framed(message))
+                self._ours.sendall(ipc._framed(message))
             try:
                 self._waits_for, self._then = next(self._script)
             except StopIteration:
@@ -147,9 +148,9 @@ class Driven:
         except BlockingIOError:
             pass
         while len(self._in) >= 4 and len(self._in) >= (end := 4 + int.from_bytes(self._in[:4], "little")):
-            message = pipe._to_node.decode(bytes(self._in[4:end]))
+            message = ipc._to_node.decode(bytes(self._in[4:end]))
             del self._in[:end]
-            if isinstance(message, pipe.Made):
+            if isinstance(message, ipc.Made):
                 for delta in message.deltas["g"]:
                     assert delta.at == len(self.said[delta.stream]), "a gap, or a repeat"
                     self.said[delta.stream] += delta.tokens
@@ -158,14 +159,14 @@ class Driven:
                         self.ended[delta.stream] = delta.finish
 
 
-class _End(pipe.DeviceEnd):
-    """Somebody looks in before commands are read; so there is always something to wait for."""
+class _End(ipc.DeviceEnd):
+    """The device's end of the pipe. `before` is called ahead of each read of commands; a wait lasts 1 ms at most."""
 
     def __init__(self, end: Any, before: Callable[[], None]) -> None:
         super().__init__(end)
         self._before, self._late_at = before, time.monotonic() + DEADLINE_S
 
-    def receive(self) -> list[pipe.ToDevice]:
+    def receive(self) -> list[ipc.ToDevice]:
         assert time.monotonic() < self._late_at, "what was waited for did not come"
         self._before()
         return super().receive()
@@ -175,7 +176,7 @@ class _End(pipe.DeviceEnd):
 
 
 def one_thread() -> None:
-    """Threads that wait for each other wait long where other processes want the cores."""
+    """Set torch to a single thread: threads that wait for each other wait long if other processes want the cores."""
     import torch
 
     torch.set_num_threads(1)

@@ -1,15 +1,22 @@
-"""Driving engines in tests: requests as the gateway's front would write them, models stepped in any order."""
+"""Driving engines in tests: requests as written by the gateway's front, models stepped in any order."""
 
 from __future__ import annotations
 
+import json
 import random
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from runtime.engine.base import Engine, Output
-from runtime.request import RequestId
-from store.wire import EngineSpec
+from runtime.core.device.request import RequestId
+from runtime.core.engine import Engine, Output
+from store.contract.wire import EngineSpec
+
+if TYPE_CHECKING:
+    from runtime.engine.vllm import VllmEngine
 
 
 def spec(path: Path, max_model_len: int = 512, key: str | None = None) -> EngineSpec:
@@ -26,7 +33,7 @@ def spec(path: Path, max_model_len: int = 512, key: str | None = None) -> Engine
 
 
 def payload(prompt: Sequence[int], salt: str = "", **sampling: object) -> bytes:
-    """A request for these prompt tokens; `sampling` as vLLM's SamplingParams takes it."""
+    """The payload of a request for `prompt` (token ids). `sampling`: arguments of vLLM's SamplingParams."""
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackEncoder
@@ -46,14 +53,14 @@ def payload(prompt: Sequence[int], salt: str = "", **sampling: object) -> bytes:
 
 
 def awake(engine: Engine, kv_pages: int = 4) -> Engine:
-    """The same engine, with its weights and so many pages of KV cache on the device."""
+    """Bring the weights and `kv_pages` pages of KV cache to the device. Returns the engine."""
     engine.fetch(kv_pages)
     until(engine.arrived)
     return engine
 
 
 def asleep(engine: Engine) -> Engine:
-    """The same engine, its requests parked, without a page."""
+    """Park the engine's requests and take every page. Returns the engine."""
     engine.park()
     until(engine.parked)
     engine.evict(engine.held().weights)
@@ -78,3 +85,28 @@ def drive(engines: Mapping[str, Engine], rng: random.Random) -> dict[RequestId, 
 
 def tokens(outputs: Sequence[Output]) -> list[int]:
     return [token for output in outputs for token in output.tokens]
+
+
+def add(engine: VllmEngine, id: RequestId, asked: bytes, made: Sequence[int] = ()) -> None:
+    """Add the request, with the grammar, if any, compiled as by a node's child."""
+    engine.add(id, asked, made, grammar_of(engine, asked))
+
+
+def grammar_of(engine: VllmEngine, asked: bytes) -> bytes:
+    """The compiled grammar of a payload; empty without one."""
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.serial_utils import MsgpackDecoder
+
+    request: EngineCoreRequest = MsgpackDecoder(EngineCoreRequest).decode(asked)
+    params = request.sampling_params.structured_outputs if request.sampling_params else None
+    if params is None:
+        return b""
+    fields = {name: value for name, value in vars(params).items() if value is not None and name[0] != "_"}
+    return compiled(engine._core.vllm_config.model_config.model, json.dumps(fields))
+
+
+@lru_cache
+def compiled(path: str, grammar: str) -> bytes:
+    from runtime.engine.compiling import Vocabulary
+
+    return zlib.compress(Vocabulary(spec(Path(path))).compile(grammar.encode()).encode())

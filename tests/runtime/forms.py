@@ -1,11 +1,14 @@
 """Tiny models with random weights of the forms in which models are published: mixtures of experts, and int8 weights.
 
-A form is what a folder says of itself: an architecture, and how the weights are stored. `write_form` writes the folder.
+A form is an architecture with a way to store the weights, as declared by a model's folder. `write_form` writes the
+folder.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from deploy.demo.random_weights import SPREAD, _tokenizer, write_random
+from tests.conftest import ROOT
 
 VOCABULARY, CONTEXT = 512, 1024
 SHAPE: dict[str, Any] = {
@@ -54,11 +58,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
 }
-INT8: dict[str, dict[str, Any]] = {  # of compressed-tensors: how activations become int8
+INT8: dict[str, dict[str, Any]] = {  # compressed-tensors' ways to make activations int8
     "w8a8_symmetric": {"symmetric": True, "dynamic": True},
     "w8a8_asymmetric": {"symmetric": False, "dynamic": True},
 }
-FP4_EXPONENT = 123  # of a block's scale, biased by 127: random 4-bit values then spread as SPREAD says, roughly
+FP4_EXPONENT = 123  # exponent of a block's scale, biased by 127: random 4-bit values then spread by about SPREAD
 FP4_BLOCK = 32  # weights that share a scale
 
 
@@ -68,7 +72,7 @@ def write_form(folder: Path, form: str, seed: int = 0) -> Path:
     Args:
         folder: where to write; made if missing.
         form: a name of `FORMS`.
-        seed: of the random weights.
+        seed: seed of the random weights.
 
     Returns: the folder.
     """
@@ -77,7 +81,11 @@ def write_form(folder: Path, form: str, seed: int = 0) -> Path:
 
 
 def _write_mixture(folder: Path, form: str, seed: int) -> None:
-    config = AutoConfig.for_model(form, **SHAPE | MIXTURES[form])
+    _write_config(folder, AutoConfig.for_model(form, **SHAPE | MIXTURES[form]), seed)
+
+
+def _write_config(folder: Path, config: Any, seed: int) -> None:
+    """The model that transformers makes of a config, with random weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
@@ -91,7 +99,7 @@ def _write_mixture(folder: Path, form: str, seed: int) -> None:
 
 
 def _write_mxfp4(folder: Path, form: str, seed: int) -> None:
-    """gpt-oss as it is published: the experts' weights are 4-bit floats, 32 of which share an 8-bit exponent."""
+    """gpt-oss as published: the experts' weights are 4-bit floats, and 32 weights share an 8-bit exponent."""
     _write_mixture(folder, "gpt_oss", seed)
     weights = load_file(folder / "model.safetensors")
     noise = torch.Generator().manual_seed(seed)
@@ -131,6 +139,18 @@ def _write_int8(folder: Path, form: str, seed: int) -> None:
     _configure(folder, quantization_config=quantization)
 
 
+def _write_neox_elsewhere(folder: Path, form: str, seed: int) -> None:
+    """Write a GPT-NeoX in a process of its own: a vLLM that served a GPT-NeoX has changed the class that writes it."""
+    command = [sys.executable, "-m", "tests.runtime.forms", str(folder), str(seed)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+
+
+def _write_neox(folder: Path, form: str, seed: int) -> None:
+    """A model that vLLM serves through transformers' code, with as many heads for keys as for queries."""
+    shape = {name: value for name, value in SHAPE.items() if name not in ("num_key_value_heads", "head_dim")}
+    _write_config(folder, AutoConfig.for_model(form, **shape, rotary_pct=0.25), seed)
+
+
 def _configure(folder: Path, **more: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | more))
@@ -140,4 +160,8 @@ FORMS: dict[str, Callable[[Path, str, int], None]] = {
     **dict.fromkeys(MIXTURES, _write_mixture),
     "gpt_oss_mxfp4": _write_mxfp4,
     **dict.fromkeys(INT8, _write_int8),
+    "gpt_neox": _write_neox_elsewhere,
 }
+
+if __name__ == "__main__":
+    _write_neox(Path(sys.argv[1]), "gpt_neox", int(sys.argv[2]))

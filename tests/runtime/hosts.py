@@ -1,4 +1,4 @@
-"""Several hosts on this machine: their caches, the blocks in them, and the network between."""
+"""Several hosts on one machine: host caches, the blocks in the caches, and the network between the hosts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 
-from runtime import transport
-from runtime.memory.hostblocks import HostBlocks
 from runtime.memory.images import Images
 from runtime.memory.slabs import Slabs
+from runtime.migration import transport
+from runtime.migration.host_blocks import HostBlocks
 
 CACHE_BYTES = 64 << 20
 
 
 class HostCache:
-    """A host's cache, as its node sees it (`blocks`), and as its device does."""
+    """A host's cache, as seen by the node (`blocks`) and by the device (`device`)."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("host-cache")
@@ -28,7 +28,7 @@ class HostCache:
         self._slabs: dict[int, Slabs] = {}
 
     def put(self, count: int, block_bytes: int, rng: random.Random) -> list[int]:
-        """The device writes so many blocks; not all of them are neighbours."""
+        """Let the device write `count` blocks with random bytes. Returns the blocks, which need not be neighbours."""
         slabs = self._slabs.setdefault(block_bytes, Slabs(self.device, block_bytes))
         blocks = slabs.take(2 * count)
         assert blocks is not None
@@ -48,7 +48,7 @@ class HostCache:
         return [bytes(self.view(block, block_bytes)) for block in blocks]
 
     def taken(self) -> int:
-        """Blocks, of node and device."""
+        """Number of blocks taken by node and device."""
         slabs = [*self._slabs.values(), *self.blocks._slabs.values()]
         return sum(each.taken for each in slabs)
 
@@ -71,7 +71,7 @@ def host_caches(count: int = 2) -> Iterator[list[HostCache]]:
 
 @dataclass
 class Fault:
-    """What a network does to the byte `at`, counted from the beginning of a direction."""
+    """A fault of the network at the byte `at`, counted from the beginning of a direction."""
 
     kind: str  # cut | flip | stall
     back: bool  # from target to source
@@ -79,7 +79,7 @@ class Fault:
 
 
 class Network:
-    """Between a source and the target at `address`; does what the fault says, once, or to each connection."""
+    """A network between a source and the target at `address`. The fault hits the first `times` connections."""
 
     def __init__(self, address: str, fault: Fault, times: int = 1) -> None:
         self._to, self._fault, self._times = transport.split(address), fault, times

@@ -1,4 +1,4 @@
-"""A runtime's device process in tests, with vLLM and all: the test plays its node."""
+"""A runtime's real device process, with vLLM: the test plays the node."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime import pipe
-from store.wire import Finish, Run
+from runtime import ipc
+from store.contract.wire import Finish, Run
 from tests.conftest import ROOT
 from tests.runtime.engines import payload, spec
 
@@ -17,19 +17,19 @@ SOON_S = 120
 
 
 class DeviceProcess:
-    """`state` and `said` are what it told last."""
+    """A device process. `state` is the last state told, `said` has the tokens told."""
 
     @classmethod
     async def start(cls, pool_bytes: int, host_bytes: int, tensor_parallel: int = 1) -> DeviceProcess:
         self = cls()
-        ours, theirs = pipe.pair()
+        ours, theirs = ipc.pair()
         with theirs:
-            began = pipe.Began(theirs.fileno(), "round-robin", pool_bytes, host_bytes, tensor_parallel=tensor_parallel)
+            began = ipc.Began(theirs.fileno(), "round-robin", pool_bytes, host_bytes, tensor_parallel=tensor_parallel)
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "runtime.device", *began.arguments()), pass_fds=[theirs.fileno()], cwd=ROOT
             )
-        self.end = await pipe.NodeEnd.open(ours)
-        self.state = pipe.State()
+        self.end = await ipc.NodeEnd.open(ours)
+        self.state = ipc.State()
         self.said: dict[int, list[int]] = {}
         self.ended: dict[int, tuple[Finish, str]] = {}
         self._streams = 0
@@ -43,11 +43,11 @@ class DeviceProcess:
                 self._hear(message)
                 self._news.notify_all()
 
-    def _hear(self, message: pipe.ToNode) -> None:
+    def _hear(self, message: ipc.ToNode) -> None:
         match message:
-            case pipe.State():
+            case ipc.State():
                 self.state = message
-            case pipe.Made(deltas):
+            case ipc.Made(deltas):
                 for delta in deltas["g"]:
                     self.said[delta.stream] += delta.tokens
                     if delta.finish is not None:
@@ -68,7 +68,7 @@ class DeviceProcess:
             payload=payload(asked["prompt"], salt, **sampling, ignore_eos=True),
             engine="",
         )
-        self.end.send(pipe.Start(run))
+        self.end.send(ipc.Start(run))
         return self._streams
 
     async def until(self, done: Any) -> None:
@@ -77,7 +77,7 @@ class DeviceProcess:
 
     async def load(self, models: Mapping[str, Path]) -> None:
         for key, path in models.items():
-            self.end.send(pipe.Place(spec(path, key=key)))
+            self.end.send(ipc.Place(spec(path, key=key)))
         await self.until(lambda: all(key in self.state.models and self.state.models[key].load_ms for key in models))
 
     async def answer(self, stream: int) -> list[int]:
@@ -91,7 +91,7 @@ class DeviceProcess:
         return int(next(line.split()[1] for line in status.splitlines() if line.startswith(kind)))
 
     async def stop(self) -> None:
-        self.end.send(pipe.Quit())
+        self.end.send(ipc.Quit())
         await self.process.wait()
         await self._reader
         self.end.close()

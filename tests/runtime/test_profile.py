@@ -1,4 +1,4 @@
-"""What is measured and fitted: coefficients come back from what they said, and real engines give a whole profile."""
+"""Measuring and fitting: a fit finds the coefficients that made the times, and real engines give a whole profile."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from gateway.cli.profile import show
 from runtime import profile
 from runtime.config import RuntimeSettings
-from runtime.costs import Law, ModelSize, load_profile
-from runtime.profile import Times, fit, law, model_costs, model_folders
+from runtime.core.ledgers.costs import Law, ModelSize, load_profile
+from runtime.profile import MeasuredTimes, fit, law, model_costs, model_folders
 from tests.conftest import ROOT
 
 SIZES = [
     ModelSize(name, weight_bytes, kv, weight_bytes / 2)
     for name, weight_bytes, kv in (("small", 10**6, 1e3), ("middle", 10**7, 8e3), ("large", 10**8, 2e4))
 ]
-TRUE = Law(  # where a prompt of one token takes what a step of one request does
+TRUE = Law(  # a prompt of one token takes as long as a step of one request
     step_s=5e-3,
     step_s_per_weight_byte=1e-10,
     step_s_per_request=1e-3,
@@ -63,7 +63,7 @@ def test_coefficients_come_back_from_what_they_said(true: tuple[float, float, fl
 def test_a_fit_is_never_negative_and_nothing_that_is_not_negative_fits_better(
     rows: list[tuple[int, int, float]],
 ) -> None:
-    """By the conditions of Karush, Kuhn and Tucker: no coefficient can be moved to advantage."""
+    """The fit meets the conditions of Karush, Kuhn and Tucker: no coefficient can be moved to advantage."""
     columns = {"fixed": [1.0] * len(rows), "a": [row[0] for row in rows], "b": [row[1] for row in rows]}
     took_s = np.array([row[2] for row in rows])
     found = fit(columns, took_s.tolist())
@@ -77,9 +77,9 @@ def test_a_fit_is_never_negative_and_nothing_that_is_not_negative_fits_better(
     assert all(np.isfinite(error) and error >= 0 for error in found.errors.values())
 
 
-def times_of(size: ModelSize) -> Times:
-    """As a machine would take them of which the law is `TRUE`."""
-    true, times = TRUE.costs(size), Times()
+def times_of(size: ModelSize) -> MeasuredTimes:
+    """Times as measured on a machine with the law `TRUE`."""
+    true, times = TRUE.costs(size), MeasuredTimes()
     for requests, prompt in ((1, 0), (2, 32), (4, 32), (8, 32), (16, 32), (1, 1000), (2, 1000)):
         times.step[requests, requests * prompt] = [true.step(requests, requests * prompt)]
     times.prefill = {tokens: [true.prefill(tokens)] for tokens in (16, 64, 256, 1024, 2000)}
@@ -137,7 +137,7 @@ def test_a_folder_without_a_model_and_two_of_one_name_are_refused(tmp_path: Path
 
 
 def test_real_engines_give_a_profile_that_says_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rounds of little models: what comes out is rough, but whole."""
+    """A few rounds of small models give a rough profile, but a whole profile."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for each other take minutes on a busy machine
     monkeypatch.setattr(profile, "SHAPES", ((128, 1), (256, 4)))
     monkeypatch.setattr(profile, "RANDOM_CONTEXT", 128)

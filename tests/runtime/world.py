@@ -1,6 +1,6 @@
-"""A world for the Instance machine: engines that only count pages, and transfers that end when somebody says so.
+"""A world for the Instance machine: engines that only count pages, and transfers that end when a test says so.
 
-Time passes while an engine steps, in fractions of a power of two, so that sums of it are exact."""
+Time passes while an engine steps, in fractions of a power of two, so that sums of times are exact."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from unittest.mock import ANY
 
 from msgspec.structs import replace
 
-from runtime.account import Account
-from runtime.costs import model_size, unknown
-from runtime.engine.base import Held, Output
-from runtime.events import (
+from runtime.core.device.events import (
     Abort,
     Add,
     Arrived,
@@ -27,7 +24,6 @@ from runtime.events import (
     Checked,
     Close,
     Closed,
-    Departed,
     DeviceEffect,
     Effect,
     EngineFailed,
@@ -37,29 +33,31 @@ from runtime.events import (
     Fetched,
     FetchFailed,
     Grow,
-    Leaving,
     Lose,
+    MoveStep,
     Park,
     Parked,
     Refused,
     Shrink,
-    Stayed,
     Step,
     StepFailed,
     Stepped,
     Tell,
     Told,
 )
-from runtime.instance import Instance
-from runtime.pages import Pages
-from runtime.policy.turns import RoundRobin, Turns
-from runtime.request import ModelKey, Objective, Request, RequestId, request_id
-from store.wire import EngineSpec, Finish
+from runtime.core.device.instance import Instance
+from runtime.core.device.pages import Pages
+from runtime.core.device.request import ModelKey, Objective, Request, RequestId, request_id
+from runtime.core.engine import Held, Output
+from runtime.core.ledgers.costs import model_size, unknown
+from runtime.core.ledgers.device_time import DeviceTime
+from runtime.core.turns.turn import RoundRobin, Turns
+from store.contract.wire import EngineSpec, Finish
 
 MIB = 1 << 20
 PAGE_BYTES = 2 * MIB
 USUAL = Objective()
-DECISIONS_MOST = 50  # before the device gets something to do, or has nothing
+DECISIONS_MOST = 50  # until the device gets an effect to carry out, or none is left
 
 
 def spec(key: str, idle_s: float | None = None, kv_bytes_per_token: int = 0) -> EngineSpec:
@@ -87,7 +85,7 @@ def request(
     tenant: str = "",
     weight: float = 1.0,
 ) -> Request:
-    """Prompts of no tokens keep sums over pages short."""
+    """A request of the gateway "g". By default the prompt has no tokens, which keeps sums over pages short."""
     id, tokens = request_id("g", stream), [0] * made
     return Request(
         *(id, "g", stream, ModelKey(model), b"", now, prompt_tokens),
@@ -100,19 +98,24 @@ def request(
     )
 
 
+def prepared(model: ModelKey, tokens: int) -> MoveStep:
+    """The event of a request of `tokens` tokens that may come from another device."""
+    return MoveStep("prepare", model, RequestId(""), tokens)
+
+
 def step(model: ModelKey) -> Step:
-    """Equal to a step of the model, however many may follow."""
+    """A `Step` effect equal to any step of the model, with any number of further steps."""
     return Step(model, ANY)
 
 
 @dataclass
 class Growing:
-    """A request in an engine: it needs a page for every `tokens_a_page` tokens it has, the next one included."""
+    """A request in an engine. The request needs a page for every `tokens_a_page` tokens, the next token included."""
 
     tokens: int
     tokens_most: int
     tokens_a_page: int
-    made: int = 0  # here; also more than 0 where its keys and values came with it
+    made: int = 0  # tokens made in this engine; more than 0 as well if the KV cache came with the request
 
     @property
     def pages(self) -> int:
@@ -121,7 +124,7 @@ class Growing:
 
 @dataclass
 class Engine:
-    """What an engine has of the pool, and for whom."""
+    """Pages of the pool that an engine holds, and the requests in the engine."""
 
     weights_pages: int
     kv_pages_least: int
@@ -136,13 +139,13 @@ class Engine:
         return Held(self.weights, self.kv, wanted, max(0, self.kv - wanted))
 
     def fitting(self) -> list[RequestId]:
-        """Who has pages for its next token, in the order in which they came, until the first that has not."""
+        """Requests that have pages for the next token, in order of arrival, up to the first request without."""
         wanted = accumulate(growing.pages for growing in self.requests.values())
         room = self.kv - sum(growing.pages for growing in self.left.values())
         return [id for id, pages in zip(self.requests, wanted, strict=True) if pages <= room]
 
     def step(self, finishes: Callable[[RequestId], bool]) -> list[Output]:
-        """A token for each that fits."""
+        """Make a token for each fitting request."""
         outputs = []
         for id in self.fitting():
             growing = self.requests[id]
@@ -155,8 +158,11 @@ class Engine:
 
 
 class World:
-    """An Instance over a pool of `total` pages. Models are of `sizes` pages of weights, by key; a request ends at the
-    latest with its `tokens_most`-th token. A step takes `step_s`, and up to `segment` are answered at once."""
+    """An Instance over a pool of `total` pages.
+
+    `sizes` has the pages of weights by model key. A request ends at the latest with the `tokens_most`-th token. A step
+    takes `step_s` seconds, and up to `segment` steps are answered at once.
+    """
 
     def __init__(
         self,
@@ -170,7 +176,7 @@ class World:
         step_s: float = 1 / 64,
     ) -> None:
         pages = Pages(total, PAGE_BYTES)
-        self.account = Account.open(0.0)
+        self.account = DeviceTime.open(0.0)
         turns = turns or RoundRobin(quota)
         self.instance = Instance(turns, pages, lambda spec: unknown(model_size(spec)), self.account)
         self.now, self.step_s = 0.0, step_s
@@ -179,24 +185,25 @@ class World:
         self.engines: dict[ModelKey, Engine] = {}
         self.fetching: ModelKey | None = None
         self.parking: list[ModelKey] = []
-        self.log: list[Effect] = []  # all effects, in order
+        self.log: list[Effect] = []  # every effect, in order
         self.asked: list[RequestId] = []
         self.open: set[RequestId] = set()
-        self.refuses: set[RequestId] = set()  # the engine will not take these
-        self.grants: Callable[[int], int] = lambda pages: pages  # of what Grow asks
-        self.attained: dict[str, Counter[str]] = {}  # by label, what became of the requests that were taken
+        self.refuses: set[RequestId] = set()  # requests that the engine will refuse
+        self.grants: Callable[[int], int] = lambda pages: pages  # pages granted of the pages that Grow asks for
+        self.attained: dict[str, Counter[str]] = {}  # by label, the fate of taken requests
         self.sizes = sizes
         self.prompt_most, self.tokens_most, self.tokens_a_page = prompt_most, tokens_most, tokens_a_page
-        self._made_at: dict[RequestId, list[float]] = {}  # the tokens of those that were taken and did not end
+        self._made_at: dict[RequestId, list[float]] = {}  # times of tokens, by open taken request
         self._requests: dict[RequestId, Request] = {}
-        self.taken: list[Request] = []  # every one that there ever was
+        self.taken: list[Request] = []  # every request ever taken
         self.leaving: list[RequestId] = []
-        self._alone = False  # nothing was heard since the step that is out was asked for
+        self._alone = False  # no event was heard since the outstanding step was asked for
 
     # ── what happens ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def hear(self, *events: Event) -> list[Effect]:
-        """And decide, if the device is free. What was asked for, requests' effects included."""
+        """Let the Instance hear events and, if the device is free, decide. Returns the effects asked for, including
+        effects on requests."""
         start = len(self.log)
         for event in events:
             self._hear(event)
@@ -226,13 +233,13 @@ class World:
         self._carry_out(effects)
 
     def answer(self, fails: bool = False, finishes: Callable[[RequestId], bool] = lambda id: False) -> list[Effect]:
-        """The device effect that is out comes to its end."""
+        """End the outstanding device effect. Returns the effects asked for."""
         out, self.out = self.out, None
         assert out is not None
         return self.hear(self._answer(out, fails, finishes))
 
     def arrive(self, fails: bool = False) -> list[Effect]:
-        """The fetch that is under way comes to its end."""
+        """End the fetch under way."""
         key, self.fetching = self.fetching, None
         assert key is not None
         engine = self.engines[key]
@@ -243,7 +250,7 @@ class World:
         return self.hear(Fetched(key, 0.5, engine.held()))
 
     def leave(self, key: ModelKey) -> list[Effect]:
-        """The park of this model comes to its end."""
+        """End the park of the model."""
         self.parking.remove(key)
         engine = self.engines[key]
         engine.kv = 0
@@ -264,7 +271,7 @@ class World:
         engine = self.engines[model.key]
         engine.left[id] = engine.requests.pop(id)
         self.leaving.append(id)
-        return self.hear(Leaving(id))
+        return self.hear(MoveStep("commit", model.key, id))
 
     def stay(self, id: RequestId) -> list[Effect]:
         model = self.instance.requests.owner(id)
@@ -272,17 +279,18 @@ class World:
         engine = self.engines[model.key]
         engine.requests[id] = engine.left.pop(id)
         self.leaving.remove(id)
-        return self.hear(Stayed(id))
+        return self.hear(MoveStep("abort", model.key, id))
 
     def depart(self, id: RequestId) -> list[Effect]:
-        """It goes on elsewhere: here, only the tokens that were made here count."""
+        """Let the request go on at a second runtime: in this world, only tokens made here count."""
         self.leaving.remove(id)
+        model = self._requests[id].model
         self._attain(id, owed=0, ended=False)
         self._end(id)
-        return self.hear(Departed([id]))
+        return self.hear(MoveStep("release", model, id))
 
     def settle(self, most: int = 100) -> None:
-        """Everything that is under way comes to its end, again and again, until nothing is; at most so many times."""
+        """End fetches, parks and device effects until none is under way; fail after `most` ends."""
         for _ in range(most):
             if self.fetching is not None:
                 self.arrive()
@@ -337,7 +345,7 @@ class World:
                     self._tell(key)
 
     def _tell(self, key: ModelKey) -> None:
-        """While pages are on their way an engine may count them or not."""
+        """Let the engine tell its pages. Pages in transfer count as none: an engine may count such pages or not."""
         held = self.engines[key].held()
         if key == self.fetching or key in self.parking:
             held = Held(0, 0, held.kv_wanted, 0)
@@ -389,7 +397,7 @@ class World:
                 return self._step(key, engine, steps, finishes)
 
     def _step(self, key: ModelKey, engine: Engine, most: int, finishes: Callable[[RequestId], bool]) -> Stepped:
-        """One step, or more of the same batch as long as the machine has no reason to decide anew."""
+        """Make one step, or further steps of the batch as long as the machine has no reason to decide anew."""
         segment = min(most, self.segment) if self._alone else 1
         tick_at, booked = self.instance.next_tick() or float("inf"), self.instance.pages.of(key)
         prompts = any(not growing.made for growing in engine.requests.values())
@@ -397,7 +405,7 @@ class World:
         while steps < segment and outputs and not prompts and engine.held() == booked:
             if any(output.finish for output in outputs) or self.now + steps * self.step_s >= tick_at:
                 break
-            if len(engine.fitting()) != len(outputs):  # one of them has no page for its next token
+            if len(engine.fitting()) != len(outputs):  # a request has no page for the next token
                 break
             more, steps = engine.step(finishes), steps + 1
             pairs = zip(outputs, more, strict=True)
@@ -417,7 +425,7 @@ class World:
             self._end(request.id)
 
     def _attain(self, id: RequestId, owed: int, ended: bool = True) -> None:
-        """It ended, and `owed` tokens will never come; or it goes on elsewhere."""
+        """Count the request, which ended with `owed` tokens that will never come, or (`ended` False) moved away."""
         request, made_at = self._requests.pop(id), self._made_at.pop(id)
         objective = request.objective
         places = range(len(request.made), len(request.made) + len(made_at))
@@ -438,7 +446,7 @@ class World:
         return self.instance.pages.total - sum(engine.weights + engine.kv for engine in self.engines.values())
 
     def check_account(self) -> None:
-        """What the requests paid is what their labels paid; nobody pays while nobody is there."""
+        """Check that requests paid as much as the requests' labels, and that no label pays without a request."""
         paid: Counter[str] = Counter()
         for request in self.taken:
             paid[request.label] += request.spent.gpu_us + request.spent.switch_us
@@ -456,9 +464,11 @@ class World:
         assert set(self.engines) <= set(self.instance.models), "an engine of a model that is not there"
         assert self.free >= 0
         models = self.instance.models.values()
-        assert {id for model in models for id in (*model.waiting, *model.running, *model.leaving)} == self.open
-        self.leaving = [id for id in self.leaving if id in self.open]  # the others were lost with their engine
-        assert {id for model in models for id in model.leaving} == set(self.leaving)
+        assert {
+            id for model in models for id in (*model.queues.waiting, *model.queues.running, *model.queues.leaving)
+        } == self.open
+        self.leaving = [id for id in self.leaving if id in self.open]  # the rest was lost with the engine
+        assert {id for model in models for id in model.queues.leaving} == set(self.leaving)
         counted = self.instance.requests.attainment.totals
         assert self.attained == {
             label: Counter(requests=total.requests, tokens=total.tokens, on_time=total.on_time)

@@ -1,8 +1,8 @@
-"""A model of eight pages on devices of some pages, for tests in which memory runs out."""
+"""A model of eight pages on devices of a few pages, for tests with too little memory."""
 
 from __future__ import annotations
 
-from runtime.costs import ModelCosts, Profile
+from runtime.core.ledgers.costs import ModelCosts, Profile
 
 PAGE = 1 << 20
 COSTS = ModelCosts(

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.costs import load_profile
-from runtime.request import Objective
-from runtime.sim.capacity import FINALISTS, SCANNED, Run, Scenario, Search, largest, processes, tunings_of
+from runtime.core.device.request import Objective
+from runtime.core.ledgers.costs import load_profile
+from runtime.sim.capacity import FINALISTS, SCANNED, CapacityRun, Scenario, Search, largest, processes, tunings_of
 from runtime.sim.workload import base
-from runtime.sim.world import Result
+from runtime.sim.world import SimulationResult
 from tests.conftest import ROOT
 
 PROFILE = load_profile((ROOT / "deploy" / "profiles" / "h100.json").read_bytes(), "h100.json")
@@ -46,15 +46,15 @@ def test_a_dip_does_not_end_the_search() -> None:
 
 @dataclass(frozen=True)
 class Told(Scenario):
-    """Attainment falls by a tenth with each model per GPU beyond five; by tuning and seed it differs."""
+    """A scenario: attainment falls by a tenth with each model per GPU beyond five, and depends on tuning and seed."""
 
-    made: list[Run] = field(default_factory=list)
+    made: list[CapacityRun] = field(default_factory=list)
 
-    def simulate(self, run: Run) -> Result:
+    def simulate(self, run: CapacityRun) -> SimulationResult:
         self.made.append(run)
         quota = dict(run.tuning).get("quota", 0.0)
         attained = min(1.0, 1.5 - run.models / self.gpus / 10) - 0.1 * abs(quota - 2.0) + 0.01 * run.seed
-        return Result(attained, attained - 0.05, attained - 0.05, 0, 0, 1, 1, 1, 1, 1, 1)
+        return SimulationResult(attained, attained - 0.05, attained - 0.05, 0, 0, 1, 1, 1, 1, 1, 1)
 
 
 def told(policy: str) -> Told:
@@ -119,5 +119,5 @@ def searched() -> Iterator[Search]:
 
 def test_other_processes_find_the_same_as_this_one(searched: Search) -> None:
     here = Search(SHORT, seeds=(0, 1))
-    runs = [Run(8, 0), Run(8, 1), Run(16, 0)]
+    runs = [CapacityRun(8, 0), CapacityRun(8, 1), CapacityRun(16, 0)]
     assert searched._results(runs) == here._results(runs)

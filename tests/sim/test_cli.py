@@ -67,12 +67,21 @@ def test_a_flood_without_tenants_is_the_callers_mistake(capsys: pytest.CaptureFi
 
 def test_a_fleet_that_changes_is_a_function_of_its_arguments_too(capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["--migrate", "--scale", "1:4", "--faults", "3", "--check"]
-    for dispatch in ("least-loaded", "freest", "in-turns"):
+    for dispatch in ("gateways", "freest", "in-turns"):
         once, again = (told(capsys, "sim", *QUICK, "--dispatch", dispatch, *changes) for _ in range(2))
         assert once.pop("events_per_s") and again.pop("events_per_s")
         assert once == again
         assert once["finished"] == 1.0
         assert once["dispatch"] == dispatch
+
+
+def test_gateways_and_the_age_of_their_reports_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    usual, exact = told(capsys, "sim", *QUICK), told(capsys, "sim", *QUICK, "--exact")
+    few = told(capsys, "sim", *QUICK, "--gateways", "2", "--report-period", "1s")
+    assert (usual["gateways"], usual["report_period_s"]) == (4, 0.25)
+    assert (few["gateways"], few["report_period_s"]) == (2, 1.0)
+    assert exact["exact"] is True and "gateways" not in exact
+    assert exact["events"] < few["events"] < usual["events"]  # type: ignore[operator]
 
 
 def test_pictures_and_traces_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -143,8 +152,10 @@ def test_plan_says_when_the_most_gpus_are_too_few(capsys: pytest.CaptureFixture[
         (["sim", "--picture", "/nowhere/at/all.svg", *QUICK], "/nowhere/at/all.svg"),
         (["sim", "--scale", "4:2"], "2:16"),
         (["sim", "--scale", "4:8", "--gpus", "2"], "--gpus 2"),
-        (["sim", "--migrate", "--policy", "aegaeon"], "least-loaded"),
+        (["sim", "--migrate", "--policy", "aegaeon"], "gateways"),
         (["sim", "--faults", "3", "--capacity", "0.9"], "--faults"),
+        (["sim", "--exact", "--gateways", "4"], "--report-period"),
+        (["plan", "--trace", "x.csv", "--gpus", "h100:2", "--report-period", "1"], "100ms"),
         (["plan", "--trace", "nowhere.parquet", "--gpus", "h100:2"], "nowhere.parquet"),
         (["plan", "--trace", "nowhere.parquet", "--gpus", "h100"], "h200:4"),
         (["plan", "--gpus", "h100:2"], "--trace"),

@@ -1,4 +1,4 @@
-"""The machines compiled: they decide as the interpreted ones, and never outlive an edit of their sources."""
+"""The compiled machines decide like the interpreted machines, and never outlive an edit of their sources."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from runtime.sim import compiled
 
-# All that became of every request, to the last bit, after the name of the file that told.
+# Prints every request's fate, to the last bit, after the name of the file that ran.
 TELL = """
 import sys
 from pathlib import Path
-from runtime.costs import load_profile
-from runtime.request import Objective
+from runtime.core.ledgers.costs import load_profile
+from runtime.core.device.request import Objective
 from runtime.sim import fleet, world
 from runtime.sim.workload import base
 
@@ -25,7 +25,7 @@ print(world.__file__)
 for policy in ("slack", "aegaeon", "prism"):
     spans = []
     print(fleet.simulate(base(16, 1, duration_s=60.0), profile, policy, 2, Objective(), spans, checks=True), spans)
-for dispatch in ("least-loaded", "freest", "in-turns"):
+for dispatch in ("gateways", "freest", "in-turns"):
     changes = fleet.Changes(dispatch, migrate=True, scale=(1, 3), faults=3, seed=1)
     work = base(16, 1, duration_s=60.0, rate=0.4)
     print(fleet.simulate(work, profile, "slack", 2, Objective(), checks=True, changes=changes))

@@ -1,4 +1,4 @@
-"""What a simulated engine says that it holds and wants, beside what blocks of a real one would take."""
+"""Pages held and wanted by a simulated engine, beside the pages taken by the blocks of a real engine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.costs import ModelCosts
-from runtime.policy.dispatch import InTurns
-from runtime.policy.slack import Slack
-from runtime.request import ModelKey, Objective, Request, request_id
-from runtime.sim.engine import Engine
+from runtime.core.device.request import ModelKey, Objective, Request, request_id
+from runtime.core.ledgers.costs import ModelCosts
+from runtime.core.turns.slack import Slack
+from runtime.sim.dispatch.baselines import InTurns
+from runtime.sim.engine import SimulatedEngine
 from runtime.sim.world import World
 from tests.sim.small import COSTS, PAGE, profile
 from tests.sim.test_world import drawn_work
 
-TOKENS = 64  # in a page
+TOKENS = 64  # tokens per page
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -62,9 +62,9 @@ def test_in_blocks_all_requests_end_where_memory_is_short() -> None:
     assert all(request.sent == request.max_tokens for request in world.requests) and not world.open
 
 
-def engine(contexts: list[int], block_tokens: int, costs: ModelCosts = COSTS) -> Engine:
-    """With requests that have computed so many tokens."""
-    built = Engine(costs, PAGE, block_tokens)
+def engine(contexts: list[int], block_tokens: int, costs: ModelCosts = COSTS) -> SimulatedEngine:
+    """An engine with a request per context; `contexts`: computed tokens."""
+    built = SimulatedEngine(costs, PAGE, block_tokens)
     for number, context in enumerate(contexts):
         request = Request(
             id=request_id("g", number),

@@ -1,4 +1,4 @@
-"""Two tenants on one device: one floods, the other stays within its share and notices nothing."""
+"""Two tenants on one device: the first floods, the second stays within its share and loses no service."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from runtime import shares
-from runtime.costs import load_profile
-from runtime.request import Objective
+from runtime.core.device.request import Objective
+from runtime.core.ledgers import fair_share
+from runtime.core.ledgers.costs import load_profile
 from runtime.sim.fleet import simulate
 from runtime.sim.workload import base, divided, flooded
-from runtime.sim.world import Kept, Result
-from tests.bench.bench_fairness import MIXES, POINTS, TIMES, points
+from runtime.sim.world import Kept, SimulationResult
+from tests.bench.fleet.bench_fairness import MIXES, POINTS, TIMES, points
 from tests.conftest import ROOT
 
 H100 = load_profile((ROOT / "deploy" / "profiles" / "h100.json").read_bytes(), "h100.json")
@@ -37,7 +37,7 @@ def test_who_floods_still_gets_its_share() -> None:
     assert flood.token_attainment * flood.requests > 5 * alone.token_attainment * alone.requests
 
 
-def results(tenants: int) -> Result:
+def results(tenants: int) -> SimulationResult:
     workload = divided(base(8, 3, duration_s=120.0), [1.0] * tenants, 3)
     return simulate(workload, H100, "slack", 1, Objective())
 
@@ -45,7 +45,7 @@ def results(tenants: int) -> Result:
 def test_tenants_change_nothing_until_one_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     several, one = results(4), results(1)
     assert (several.min, one.min) == (1.0, 1.0)
-    monkeypatch.setattr(shares, "OVER_S", 1e9)
+    monkeypatch.setattr(fair_share, "OVER_S", 1e9)
     assert replace(results(4), tenants={}) == one
 
 

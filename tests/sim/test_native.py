@@ -1,4 +1,4 @@
-"""Sources made for the compiler say what those say that they were made of."""
+"""Sources made for the compiler say the same as their originals."""
 
 from __future__ import annotations
 

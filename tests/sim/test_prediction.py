@@ -1,15 +1,15 @@
-"""What a simulated device has in common with a real one where pages run out."""
+"""Behaviour of a simulated device that a real device shares where pages run out."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from runtime.costs import ModelSize
-from runtime.policy.by_name import POLICIES
-from runtime.policy.dispatch import LeastLoaded
-from runtime.policy.slack import Slack
-from runtime.request import Objective
+from runtime.core.device.request import Objective
+from runtime.core.ledgers.costs import ModelSize
+from runtime.core.turns.registry import POLICIES
+from runtime.core.turns.slack import Slack
+from runtime.sim.dispatch.baselines import InTurns
 from runtime.sim.workload import Workload
 from runtime.sim.world import World
 from tests.sim.small import COSTS, profile
@@ -17,7 +17,7 @@ from tests.sim.small import COSTS, profile
 
 @pytest.mark.parametrize("policy", ["slack", "aegaeon", "request", "resident", "round-robin"])
 def test_requests_that_outgrow_the_pool_step_aside_and_end(policy: str) -> None:
-    """Ten prompts of a page each fit beside the weights; with their answers they take five times what there is."""
+    """Ten prompts of a page each fit beside the weights; with their answers they take five times the free pages."""
     count, pages = 10, 8 + 16
     size = ModelSize("m0", COSTS.weight_bytes, COSTS.kv_bytes_per_token, 1e6)
     work = Workload(
@@ -29,15 +29,16 @@ def test_requests_that_outgrow_the_pool_step_aside_and_end(policy: str) -> None:
         prompt_tokens=np.full(count, 64, np.int32),
         output_tokens=np.full(count, 448, np.int32),
     )
-    world = World(work, profile(pages), POLICIES[policy], LeastLoaded(), 1, Objective(), checks=True)
+    world = World(work, profile(pages), POLICIES[policy], InTurns(), 1, Objective(), checks=True)
     world.run(drain_s=300.0)
     assert [request.sent for request in world.requests] == [448] * count
 
 
 @pytest.mark.parametrize("relieves", [True, False])
 def test_a_burst_gets_the_pages_of_a_model_with_a_lead(relieves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first model's request has 22 of 46 pages, and soon a lead of many seconds; the second one is there
-    when it is asked twenty times at once, and beside both there is room for few. Those that join later are late."""
+    """The first model's request has 22 of 46 pages, and soon a lead of many seconds. The second model is on the device
+    when twenty requests for the second model arrive at once, and beside both models there is room for few requests.
+    Requests that join later are late."""
     monkeypatch.setattr(Slack, "relieves", relieves)
     work = Workload(
         models=[ModelSize(f"m{n}", COSTS.weight_bytes, COSTS.kv_bytes_per_token, 1e6) for n in (0, 1)],
@@ -48,7 +49,7 @@ def test_a_burst_gets_the_pages_of_a_model_with_a_lead(relieves: bool, monkeypat
         prompt_tokens=np.array([1000, 60, *[60] * 20], np.int32),
         output_tokens=np.array([900, 200, *[200] * 20], np.int32),
     )
-    world = World(work, profile(46), Slack, LeastLoaded(), 1, Objective(ttft_s=2.0), checks=True)
+    world = World(work, profile(46), Slack, InTurns(), 1, Objective(ttft_s=2.0), checks=True)
     world.run(drain_s=300.0)
     assert [request.sent for request in world.requests] == work.output_tokens.tolist()
     late = sum(request.progress.first_late for request in world.requests)

@@ -1,4 +1,4 @@
-"""Pictures are well-formed, of bounded size, and show who had what for how long."""
+"""Pictures are well-formed, of bounded size, and show the time of every model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.sim.report import Span, attainment_svg, chrome_trace, colour, runs, timeline_svg
+from runtime.sim.report import LaneSpan, attainment_svg, chrome_trace, colour, runs, timeline_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 names = st.text(max_size=12)
 spans_of_anything = st.lists(
     st.builds(
-        lambda gpu, lane, model, what, start_s, length_s: Span(gpu, lane, model, what, start_s, start_s + length_s),
+        lambda gpu, lane, model, what, start_s, length_s: LaneSpan(gpu, lane, model, what, start_s, start_s + length_s),
         st.integers(0, 9),
         st.sampled_from(["compute", "copy"]),
         names,
@@ -34,21 +34,23 @@ spans_of_anything = st.lists(
 
 
 @st.composite
-def turns(draw: st.DrawFn) -> list[Span]:
-    """One after another on the compute lane of one GPU, of all lengths, with pauses."""
+def turns(draw: st.DrawFn) -> list[LaneSpan]:
+    """Successive spans on the compute lane of one GPU, of any length, with pauses."""
     at_s, spans = 0.0, []
     for model in draw(st.lists(st.integers(0, 4), min_size=1, max_size=200)):
         begin_s = at_s + draw(st.sampled_from([0.0, 0.0, 0.001, 0.3]))
         at_s = begin_s + draw(st.sampled_from([0.001, 0.01, 0.04, 0.7, 5.0]))
-        spans.append(Span(0, "compute", f"m{model}", "decode", begin_s, at_s))
+        spans.append(LaneSpan(0, "compute", f"m{model}", "decode", begin_s, at_s))
     return spans
 
 
-def a_busy_day(count: int, gpus: int = 8, models: int = 88, lasted_s: float = 400.0) -> list[Span]:
+def a_busy_day(count: int, gpus: int = 8, models: int = 88, lasted_s: float = 400.0) -> list[LaneSpan]:
     rng = np.random.default_rng(1)
     step_s = lasted_s * gpus / count
     return [
-        Span(index % gpus, "compute", f"m{rng.integers(models)}", "decode", start_s, start_s + step_s * rng.random())
+        LaneSpan(
+            index % gpus, "compute", f"m{rng.integers(models)}", "decode", start_s, start_s + step_s * rng.random()
+        )
         for index in range(count)
         for start_s in [index // gpus * step_s]
     ]
@@ -68,7 +70,7 @@ def said(root: ElementTree.Element) -> list[str]:
 
 
 @given(spans_of_anything)
-def test_every_span_is_one_slice_of_its_gpu_and_slices_of_a_thread_follow_one_another(spans: list[Span]) -> None:
+def test_every_span_is_one_slice_of_its_gpu_and_slices_of_a_thread_follow_one_another(spans: list[LaneSpan]) -> None:
     events = msgspec.json.decode(chrome_trace(spans))["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     threads = {
@@ -89,7 +91,7 @@ def test_every_span_is_one_slice_of_its_gpu_and_slices_of_a_thread_follow_one_an
 
 
 def test_gpus_and_lanes_are_named_for_the_viewer() -> None:
-    load = Span(3, "copy", "m1", "load", 1.5, 2.0)
+    load = LaneSpan(3, "copy", "m1", "load", 1.5, 2.0)
     trace = msgspec.json.decode(chrome_trace([load]))
     assert trace["traceEvents"] == [
         {"ph": "M", "pid": 3, "tid": 0, "name": "process_name", "args": {"name": "GPU 3"}},
@@ -103,7 +105,7 @@ def test_gpus_and_lanes_are_named_for_the_viewer() -> None:
 
 
 @given(spans_of_anything)
-def test_a_timeline_of_any_spans_is_well_formed_and_names_every_model(spans: list[Span]) -> None:
+def test_a_timeline_of_any_spans_is_well_formed_and_names_every_model(spans: list[LaneSpan]) -> None:
     root = parsed(timeline_svg(spans, width=400))
     assert "Who held each GPU" in said(root)
     assert sum(text.startswith("GPU ") for text in said(root)) == len({span.gpu for span in spans})
@@ -111,14 +113,14 @@ def test_a_timeline_of_any_spans_is_well_formed_and_names_every_model(spans: lis
 
 def test_names_are_escaped() -> None:
     wicked = "</text><script>\x00&\"'"
-    root = parsed(timeline_svg([Span(0, "compute", wicked, "decode", 0, 1)]))
+    root = parsed(timeline_svg([LaneSpan(0, "compute", wicked, "decode", 0, 1)]))
     assert "</text><script>�&\"'" in said(root)
     assert not list(root.iter(f"{SVG}script"))
     assert "<&>" in said(parsed(attainment_svg({"<&>": [(1.0, 0.5)]})))
 
 
 @given(turns())
-def test_everybody_is_seen_for_as_long_as_they_had_the_lane(spans: list[Span]) -> None:
+def test_everybody_is_seen_for_as_long_as_they_had_the_lane(spans: list[LaneSpan]) -> None:
     lasted_s, cells = spans[-1].end_s, 400
     seen: Counter[str] = Counter()
     end = 0
@@ -136,7 +138,7 @@ def test_turns_far_shorter_than_a_cell_share_the_lane_as_they_did() -> None:
     spans, at_s = [], 0.0
     for _ in range(1000):
         for model, length_s in lengths.items():
-            spans.append(Span(0, "compute", model, "decode", at_s, at_s + length_s))
+            spans.append(LaneSpan(0, "compute", model, "decode", at_s, at_s + length_s))
             at_s += length_s
         at_s += 0.1
     seen: Counter[str] = Counter()
@@ -146,14 +148,14 @@ def test_turns_far_shorter_than_a_cell_share_the_lane_as_they_did() -> None:
 
 
 @given(spans_of_anything, st.randoms(use_true_random=False))
-def test_the_order_in_which_spans_are_told_changes_nothing(spans: list[Span], rng: Random) -> None:
+def test_the_order_in_which_spans_are_told_changes_nothing(spans: list[LaneSpan], rng: Random) -> None:
     shuffled = rng.sample(spans, len(spans))
     assert timeline_svg(shuffled, width=400) == timeline_svg(spans, width=400)
     assert chrome_trace(shuffled) == chrome_trace(spans)
 
 
 @given(turns())
-def test_a_cell_goes_to_somebody_who_had_a_part_of_it(spans: list[Span]) -> None:
+def test_a_cell_goes_to_somebody_who_had_a_part_of_it(spans: list[LaneSpan]) -> None:
     cell_s = spans[-1].end_s / 100
     for left, right, model in runs(spans, 0.0, spans[-1].end_s, 100):
         for cell in range(left, right):
@@ -171,9 +173,9 @@ def test_a_long_run_of_short_turns_makes_a_small_file() -> None:
 
 def test_who_was_on_which_gpu_is_drawn_in_their_colour_where_they_were() -> None:
     spans = [
-        Span(0, "compute", "m0", "prefill", 0, 5),
-        Span(0, "compute", "m1", "decode", 5, 10),
-        Span(1, "copy", "m1", "load", 2.5, 5),
+        LaneSpan(0, "compute", "m0", "prefill", 0, 5),
+        LaneSpan(0, "compute", "m1", "decode", 5, 10),
+        LaneSpan(1, "copy", "m1", "load", 2.5, 5),
     ]
     root = parsed(timeline_svg(spans, width=328))  # 200 pixels, 20 for a second
     paths = {(path.get("stroke"), path.get("class")): path.get("d") for path in root.iter(f"{SVG}path")}
@@ -184,7 +186,7 @@ def test_who_was_on_which_gpu_is_drawn_in_their_colour_where_they_were() -> None
 
 
 def test_a_timeline_that_ends_at_a_given_time_begins_at_0_and_shows_nothing_later() -> None:
-    spans = [Span(0, "compute", "m0", "decode", 5, 15), Span(0, "compute", "m1", "decode", 15, 20)]
+    spans = [LaneSpan(0, "compute", "m0", "decode", 5, 15), LaneSpan(0, "compute", "m1", "decode", 15, 20)]
     root = parsed(timeline_svg(spans, width=328, title="slack", until_s=10.0))  # 200 pixels, 20 for a second
     paths = {(path.get("stroke"), path.get("class")): path.get("d") for path in root.iter(f"{SVG}path")}
     assert re.fullmatch(r"M164 [\d.]+h100", paths[colour("m0"), "compute"] or "")
@@ -194,7 +196,7 @@ def test_a_timeline_that_ends_at_a_given_time_begins_at_0_and_shows_nothing_late
 
 def test_up_to_twelve_models_are_in_a_legend() -> None:
     def legend(models: int) -> list[str]:
-        spans = [Span(0, "compute", f"m{index}", "decode", index, index + 1) for index in range(models)]
+        spans = [LaneSpan(0, "compute", f"m{index}", "decode", index, index + 1) for index in range(models)]
         return [text for text in said(parsed(timeline_svg(spans))) if re.fullmatch(r"m\d+", text)]
 
     assert legend(12) == [f"m{index}" for index in range(12)]
@@ -216,7 +218,7 @@ def test_no_spans_are_a_picture_and_too_narrow_is_refused() -> None:
 @pytest.mark.parametrize(("start_s", "end_s"), [(2.0, 1.0), (0.0, math.nan), (0.0, math.inf)])
 def test_a_span_ends_after_it_starts(start_s: float, end_s: float) -> None:
     with pytest.raises(AssertionError):
-        Span(0, "compute", "m0", "decode", start_s, end_s)
+        LaneSpan(0, "compute", "m0", "decode", start_s, end_s)
 
 
 # ── attainment ────────────────────────────────────────────────────────────────────────────────────────────────────────

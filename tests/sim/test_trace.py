@@ -1,4 +1,4 @@
-"""What a trace file must be, and what is said when it isn't."""
+"""The required form of a trace file, and the error messages for other forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workloads are functions of their arguments, and as heavy as they say."""
+"""Workloads are functions of their arguments, and have the stated load."""
 
 from __future__ import annotations
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from runtime.cluster import Rules
-from runtime.costs import ModelSize
-from runtime.policy.dispatch import Dispatch, Freest, InTurns, LeastLoaded
-from runtime.policy.scaling import Band
-from runtime.policy.slack import Slack
-from runtime.request import ModelKey, Objective, Request, request_id
-from runtime.sim.faults import RESTART_S, SILENT_S, Fault, drawn
-from runtime.sim.workload import Workload
+from runtime.core.device.request import ModelKey, Objective, Request, request_id
+from runtime.core.fleet.cluster import Rules
+from runtime.core.fleet.scaling import Band
+from runtime.core.ledgers.costs import ModelSize
+from runtime.core.turns.slack import Slack
+from runtime.sim.dispatch.base import Dispatch
+from runtime.sim.dispatch.baselines import Freest, InTurns
+from runtime.sim.dispatch.gateways import GatewayDispatch
+from runtime.sim.workload import RESTART_S, SILENT_S, InjectedFault, Workload, drawn
 from runtime.sim.world import World
 from tests.sim.small import COSTS, PAGE, profile
 
@@ -31,7 +32,7 @@ def work(at_s: list[float], prompts: list[int], outputs: list[int], models: int 
 
 
 def drawn_work(seed: int, requests: int, duration_s: float, models: int = 1) -> Workload:
-    """Lengths with a long tail."""
+    """Work with a long tail of lengths."""
     rng = np.random.default_rng(seed)
     at_s = np.sort(rng.random(requests) * duration_s).tolist()
     lengths = np.minimum(rng.pareto(1.2, (2, requests)) * 40 + 8, 500).astype(int).tolist()
@@ -44,10 +45,10 @@ def fleet(
     dispatch: Dispatch | None = None,
     pages: int = 40,
     rules: Rules | None = None,
-    faults: list[Fault] | None = None,
+    faults: list[InjectedFault] | None = None,
     drain_s: float = 300.0,
 ) -> World:
-    """A world after its end, checked all the time."""
+    """A world after its end, with checks at every event."""
     dispatch = dispatch or InTurns()
     world = World(
         workload, profile(pages), Slack, dispatch, devices, Objective(), checks=True, rules=rules, faults=faults or ()
@@ -69,7 +70,7 @@ ONE_BY_ONE = Rules(migrate=True, whole=False)
 def test_whatever_fails_all_requests_end_with_all_their_tokens(seed: int, whole: bool) -> None:
     models = 6 if whole else 1
     workload = drawn_work(seed, 120, 60.0, models)
-    dispatch: Dispatch = LeastLoaded() if whole else Freest()
+    dispatch: Dispatch = GatewayDispatch() if whole else Freest()
     rules = Rules(migrate=True, whole=whole, band=Band(2, 5, cooldown_s=3.0))
     world = fleet(workload, 3, dispatch, 24, rules, drawn(8, 4, 60.0, seed))
     assert made(world) == workload.output_tokens.tolist()
@@ -77,7 +78,7 @@ def test_whatever_fails_all_requests_end_with_all_their_tokens(seed: int, whole:
 
 
 def test_a_request_that_moves_pauses_only_for_its_last_copy() -> None:
-    """Two long ones on one device, in turns; the other is idle once the short one has ended."""
+    """Two long requests on one device, in turns; the second device is idle once the short request has ended."""
     workload = work([0.0, 0.1, 0.2], [64, 8, 64], [1200, 2, 1200])
     alone, moving = fleet(workload, pages=42), fleet(workload, pages=42, rules=ONE_BY_ONE)
     assert alone.moves.done == 0 and moving.moves.done == 1
@@ -88,7 +89,8 @@ def test_a_request_that_moves_pauses_only_for_its_last_copy() -> None:
 
 
 def test_who_waits_for_room_goes_where_there_is_some() -> None:
-    """Prompts of ten and thirty pages: the last one does not fit beside the first, in turns it would wait."""
+    """Prompts of ten and thirty pages: beside the first request, the last does not fit; in turns the last would
+    wait."""
     workload = work([0.0, 0.1, 0.2], [640, 8, 1800], [1000, 2, 2])
     alone, moving = fleet(workload), fleet(workload, rules=ONE_BY_ONE)
     first_s = [world.requests[2].progress.first_at for world in (alone, moving)]
@@ -97,7 +99,7 @@ def test_who_waits_for_room_goes_where_there_is_some() -> None:
 
 def test_what_a_dead_device_made_is_not_made_again_and_goes_on_elsewhere() -> None:
     workload = work([0.0, 0.0], [64, 64], [300, 300])
-    whole, faulty = fleet(workload), fleet(workload, faults=[Fault(2.0, 0, "dies")])
+    whole, faulty = fleet(workload), fleet(workload, faults=[InjectedFault(2.0, 0, "dies")])
     assert made(faulty) == [300, 300]
     assert faulty.resumed == 1
     late_s = [world.requests[0].progress.last_at for world in (whole, faulty)]
@@ -107,33 +109,33 @@ def test_what_a_dead_device_made_is_not_made_again_and_goes_on_elsewhere() -> No
 
 def test_a_device_that_hangs_is_given_up_when_it_is_silent_for_long() -> None:
     workload = work([0.0, 0.0], [64, 64], [300, 300])
-    dead, silent = (fleet(workload, faults=[Fault(2.0, 0, kind)]) for kind in ("dies", "hangs"))
+    dead, silent = (fleet(workload, faults=[InjectedFault(2.0, 0, kind)]) for kind in ("dies", "hangs"))
     ends = [world.requests[0].progress.last_at for world in (dead, silent)]
     assert ends[1] == pytest.approx(ends[0] + SILENT_S, abs=0.5)
 
 
 def test_while_no_device_is_there_requests_wait_for_one() -> None:
     workload = work([0.0, 5.0], [64, 64], [400, 10])
-    world = fleet(workload, 1, faults=[Fault(1.0, 0, "dies")])
+    world = fleet(workload, 1, faults=[InjectedFault(1.0, 0, "dies")])
     assert made(world) == [400, 10]
     assert world.requests[1].progress.first_at > 1.0 + RESTART_S
 
 
 def test_a_move_that_does_not_arrive_leaves_the_request_where_it_was() -> None:
     workload = work([0.0, 0.1, 0.2], [64, 8, 64], [1200, 2, 1200])
-    faults = [Fault(0.0, 0, "drops")] * 1000
+    faults = [InjectedFault(0.0, 0, "drops")] * 1000
     world = fleet(workload, pages=42, rules=ONE_BY_ONE, faults=faults)
     assert world.moves.done == 0 < world.moves.given_up
     assert made(world) == [1200, 2, 1200]
 
 
 def test_a_model_moves_whole_to_a_device_with_time_for_it() -> None:
-    """Of three, two share a device, and these get many requests."""
+    """Two of three models share a device, and get many requests."""
     count = 150
     at_s = [0.0, 0.0, 0.0, *(2.0 + each / 15 for each in range(count))]
     workload = work(at_s, [8] * len(at_s), [600] * 3 + [600, 2, 600] * (count // 3), models=3)
     rules = Rules(migrate=True)
-    alone, moving = (fleet(workload, 2, LeastLoaded(), 1000, each) for each in (None, rules))
+    alone, moving = (fleet(workload, 2, GatewayDispatch(), 1000, each) for each in (None, rules))
     assert moving.moves.done > 0
     assert moving.result(0.0).min > alone.result(0.0).min
 
@@ -153,17 +155,17 @@ def test_a_fleet_grows_and_shrinks_with_its_load_and_is_paid_for_as_long_as_it_i
 
 
 def test_what_running_requests_hold_is_counted_while_they_come() -> None:
-    """Two of 300 tokens and more, on a device each, until the last one comes."""
+    """Two requests of 300 tokens and more, on a device each, until the last request comes."""
     duration_s, pages = 200.0, 10_000
     workload = work([0.0, 0.0, duration_s], [300, 300, 8], [30_000] * 2 + [2])
     result = fleet(workload, 2, pages=pages, rules=ONE_BY_ONE, drain_s=1000.0).result(0.0)
-    tokens = 300 + duration_s / COSTS.step(1, 0) / 2  # in the mean
+    tokens = 300 + duration_s / COSTS.step(1, 0) / 2  # in the mean over the duration
     room = (pages - COSTS.weight_bytes / PAGE) * PAGE / COSTS.kv_bytes_per_token
     assert result.held_hours * 3600 == pytest.approx(2 * duration_s * tokens / room, rel=0.03)
 
 
 def test_who_is_leaving_is_called_back_before_another_is_waited_for() -> None:
-    """Of three long ones the device with one was to leave; then more come than the other has room for."""
+    """With one of three long requests, a device was to leave; then more requests come than fit on the second device."""
     workload = work([0.0, 0.1, 0.2, *[20.0] * 24], [*[8] * 3, *[400] * 24], [*[2500] * 3, *[300] * 24])
     rules = Rules(whole=False, band=Band(1, 6))
     world, serving = World(workload, profile(100), Slack, InTurns(), 2, Objective(), checks=True, rules=rules), []

@@ -1,4 +1,4 @@
-"""Traces for tests: real ones where they are, and files written from rows."""
+"""Traces for tests: recorded traces if present, and files written from rows."""
 
 from __future__ import annotations
 

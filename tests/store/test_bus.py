@@ -1,4 +1,4 @@
-"""The bus against a real NATS server: what it refuses at start, what it refuses to carry, what survives a restart."""
+"""The bus against a real NATS server: refusals at the start, refusals to carry, and survival of a restart."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from store import bus as bus_module
-from store import wire
-from store.bus import Bus, BusError, NoAnswer, TooLarge
-from tests.conftest import NatsServer, free_port
+from store.bus import Bus, BusError, NoAnswer, TooLarge, _within
+from store.contract import wire
+from store.contract.quotas import Account
+from tests.conftest import NatsServer, free_port, soon
 
 
 def usage(request: str, seq: int = 1) -> wire.Usage:
@@ -123,15 +124,15 @@ async def test_a_lease_that_is_not_renewed_is_gone(nats_server: NatsServer) -> N
 
 async def test_of_those_who_swap_one_wins_and_the_others_read_again(nats_server: NatsServer) -> None:
     async with Bus.connect(nats_server.url, "a") as one, Bus.connect(nats_server.url, "b") as other:
-        assert await one.read(wire.QUOTAS, "t", wire.Account) == (None, 0)
-        first, second = wire.Account(month="2026-11"), wire.Account(month="2026-12")
+        assert await one.read(wire.QUOTAS, "t", Account) == (None, 0)
+        first, second = Account(month="2026-11"), Account(month="2026-12")
         revision = await one.swap(wire.QUOTAS, "t", first, 0)
         assert revision and await other.swap(wire.QUOTAS, "t", second, 0) is None
-        assert await other.read(wire.QUOTAS, "t", wire.Account) == (first, revision)
+        assert await other.read(wire.QUOTAS, "t", Account) == (first, revision)
         later = await other.swap(wire.QUOTAS, "t", second, revision)
         assert later and await one.swap(wire.QUOTAS, "t", first, revision) is None
         await other.delete(wire.QUOTAS, "t")
-        gone, mark = await one.read(wire.QUOTAS, "t", wire.Account)
+        gone, mark = await one.read(wire.QUOTAS, "t", Account)
         assert gone is None and await one.swap(wire.QUOTAS, "t", first, mark)
 
 
@@ -141,7 +142,7 @@ async def test_usage_survives_a_killed_server_and_comes_again_until_it_is_acknow
     async with Bus.connect(nats_server.url, "test") as bus:
         for n in range(3):
             await bus.publish_usage(usage(f"q{n}"))
-        await bus.publish_usage(usage("q0"))  # the same message twice is one
+        await bus.publish_usage(usage("q0"))  # a repeated message counts once
         nats_server.kill()
         with pytest.raises(BusError):
             await bus.publish_usage(usage("q3"))
@@ -173,7 +174,7 @@ async def test_usage_of_another_version_waits_for_who_understands_it(
         first = await anext(batches)
         await first.ack()
         assert [u.request for u in first.usages] == ["q0"]
-        monkeypatch.setattr(wire, "VERSION", wire.VERSION + 1)  # upgraded
+        monkeypatch.setattr(wire, "VERSION", wire.VERSION + 1)  # as after an upgrade
         while not (later := await anext(batches)).usages:
             await later.ack()
         await later.ack()
@@ -200,3 +201,29 @@ async def test_a_task_that_swallows_a_cancellation_is_cancelled_again(monkeypatc
     await asyncio.sleep(0)
     await asyncio.wait_for(bus_module.ended(*tasks), 5)
     assert all(task.cancelled() for task in tasks)
+
+
+async def test_a_connection_that_swallows_its_cancellation_is_given_up_in_time() -> None:
+    """The NATS client waits with the wait_for of Python 3.11, which can swallow a cancellation and try for ever."""
+
+    async def stubborn() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        await asyncio.sleep(60)
+
+    with pytest.raises(TimeoutError):
+        await _within(stubborn(), 0.05)
+
+
+async def test_the_server_knows_a_subscription_once_the_connection_has_caught_up(nats_server: NatsServer) -> None:
+    heard: list[bytes] = []
+
+    async def hear(data: bytes) -> None:
+        heard.append(data)
+
+    async with Bus.connect(nats_server.url, "says") as says, Bus.connect(nats_server.url, "hears") as hears:
+        for number in range(200):  # the race was lost once in twenty times
+            await hears.subscribe(f"gw.{number}.frames", hear)
+            await hears.catch_up(5)
+            await says.publish(f"gw.{number}.frames", b"%d" % number)
+        await soon(lambda: len(heard) == 200)

@@ -1,4 +1,4 @@
-"""Draws how attainment falls as models are added, a line for each policy; takes minutes."""
+"""Draws how attainment falls as models are added, with a line for every policy; takes minutes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from runtime.costs import load_profile
-from runtime.policy.by_name import POLICIES
-from runtime.request import Objective
-from runtime.sim.capacity import Run, Scenario, processes
+from runtime.core.device.request import Objective
+from runtime.core.ledgers.costs import load_profile
+from runtime.core.turns.registry import POLICIES
+from runtime.sim.capacity import CapacityRun, Scenario, processes
 from runtime.sim.report import attainment_svg
 from runtime.sim.workload import base
 
@@ -33,7 +33,7 @@ def main() -> None:
     with processes() as each:
         for policy, curve in curves.items():
             scenario = Scenario(workload, profile, policy, chosen.gpus, OBJECTIVE)
-            runs = [Run(n * chosen.gpus, seed) for n in chosen.models_per_gpu for seed in range(chosen.seeds)]
+            runs = [CapacityRun(n * chosen.gpus, seed) for n in chosen.models_per_gpu for seed in range(chosen.seeds)]
             attained = [result.token_attainment for result in each(scenario.simulate, runs)]
             for place, models in enumerate(chosen.models_per_gpu):
                 own = attained[place * chosen.seeds : (place + 1) * chosen.seeds]

@@ -1,17 +1,18 @@
 """The one command for a GPU machine: `python tests/bench/gpu/all.py OUT_DIR [PART ...]`.
 
-Without a part it runs all but `engine`.
+Without a part it runs every part but `engine`.
 
-The machine needs a GPU with its driver, Python 3.11, a C++ compiler, nvcc, pytest, hypothesis, torch and cupy, and of
-ours nothing but this repository. Each part is a process with a time limit; what it prints goes to the terminal and to
-OUT_DIR. A part that fails stops no other, but the exit status tells. On an H100 or H200 expect, at most 10 minutes:
+The machine needs a GPU with its driver, Python 3.11, a C++ compiler, nvcc, pytest, hypothesis, torch, cupy, and a
+checkout of the repository, nothing else of Staccato. A part is a process with a time limit; the part's output goes to
+the terminal and to OUT_DIR. A failed part stops no further part, but makes the exit status 1. On an H100 or H200
+expect, at most 10 minutes:
 
   build          30 s   the memory library, and by nvcc its kernels and its view of the driver
   tests          60 s   tests/gpu
-  driver_calls   90 s   A what the driver's calls cost, B behind a running kernel, C for who launches meanwhile
+  driver_calls   90 s   A the price of the driver's calls, B behind a running kernel, C beside launches
   scale_up      120 s   D pinned memory and the link, E an image of 15 GiB back from the cache
   gather         60 s   scattered KV blocks: piece by piece, or packed by a kernel
-  engine        300 s   F vLLM over the pool; only when it is named, and where a vLLM of the runtime's version is
+  engine        300 s   F vLLM over the pool; only if named, and only with a vLLM of the runtime's version
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def bench(name: str, limit_s: int) -> Part:
     return Part([sys.executable, f"tests/bench/gpu/bench_{name}.py"], limit_s, f"{name}.jsonl")
 
 
-# Our pytest settings name plugins that the machine does not have.
+# The repository's pytest settings name plugins missing on the machine.
 TESTS = [
     sys.executable,
     "-m",
@@ -60,7 +61,7 @@ PARTS = {
     "gather": bench("gather", 80),
     "engine": bench("engine", 500),
 }
-UNASKED = [name for name in PARTS if name != "engine"]  # it takes a machine call of its own
+UNASKED = [name for name in PARTS if name != "engine"]  # `engine` takes a machine call of its own
 
 
 def main(out: Path, names: list[str]) -> int:
@@ -76,11 +77,11 @@ def main(out: Path, names: list[str]) -> int:
 
 
 def carry_out(name: str, out: Path) -> str:
-    """One line on how it went."""
+    """Run a part with its time limit; returns a line on the part's end."""
     part = PARTS[name]
     started = time.monotonic()
     process = subprocess.Popen(part.command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    timer = threading.Timer(part.limit_s, os.killpg, (process.pid, signal.SIGKILL))  # with its own children
+    timer = threading.Timer(part.limit_s, os.killpg, (process.pid, signal.SIGKILL))  # ends the part with its children
     timer.start()
     with (out / part.output).open("w") as file:
         for line in process.stdout or ():

@@ -1,8 +1,8 @@
-"""What do the driver's calls cost: by page size (A), behind a running kernel (B), who launches meanwhile (C)?
+"""How long do the driver's calls take: by page size (A), behind a running kernel (B), beside launches (C)?
 
-`python tests/bench/gpu/bench_driver_calls.py [GIB] [ROUNDS]` builds driver_calls.cu with nvcc and runs it: 8 GiB of
-pages, 5 rounds, about 90 s. Times are in microseconds, as [least, median, most] of the rounds. In B,
-`rounds_the_kernel_outlived` is how often the kernel of 200 ms still ran when all calls had returned.
+`python tests/bench/gpu/bench_driver_calls.py [GIB] [ROUNDS]` builds driver_calls.cu with nvcc and runs the program: 8
+GiB of pages, 5 rounds, about 90 s. Times are in microseconds, as [least, median, most] of the rounds. In B,
+`rounds_the_kernel_outlived` counts the rounds in which the kernel of 200 ms still ran after the last call had returned.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""vLLM over our pool on a GPU (F): what a hot model pays, a switch between two, parking, the way back from the host.
+"""vLLM over the pool on a GPU (F): overhead of a hot model, switches between models, parking, loading from the host.
 
-`python tests/bench/gpu/bench_engine.py`: the benches of the same questions for a CPU, whose engines take the GPU where
-vLLM finds one. They need a vLLM of the versions that the runtime knows, built for CUDA: without one
-the bench fails and says why.
+`python tests/bench/gpu/bench_engine.py`: the benches of the same questions for a CPU, in tests/bench/runtime; the
+engines take the GPU where vLLM finds a GPU. The benches need a vLLM of a version known to the runtime, built for CUDA.
+Without such a vLLM the bench fails and says why.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def why_not() -> str | None:
 
         check_version()
         from vllm.platforms import current_platform
-    except Exception as error:  # it is missing, of another version, or does not load on this machine
+    except Exception as error:  # vLLM is missing, of a wrong version, or does not load on the machine
         return f"{type(error).__name__}: {error}"
     return None if current_platform.is_cuda() else "this vLLM was not built for CUDA"
 
@@ -46,11 +46,11 @@ def answered(question: str, limit_s: float = LIMIT_S) -> bool:
     """Run the bench of a question and emit its answers.
 
     Args:
-        question: the bench is `tests/bench/bench_{question}.py`.
-        limit_s: seconds after which the bench is ended; the answers that it gave until then are emitted.
+        question: the bench is `tests/bench/runtime/bench_{question}.py`.
+        limit_s: seconds after which the bench is ended; the answers given until then are emitted.
 
     Returns: whether the bench ended by itself, with exit status 0."""
-    command = [sys.executable, f"tests/bench/bench_{question}.py"]
+    command = [sys.executable, f"tests/bench/runtime/bench_{question}.py"]
     try:
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired as late:

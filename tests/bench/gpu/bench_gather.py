@@ -1,10 +1,11 @@
 """How do KV blocks of many small pieces cross the link fastest: piece by piece, or packed by a kernel?
 
-`python tests/bench/gpu/bench_gather.py [ROUNDS]`: 5 rounds, about a minute. A block is 16 tokens of 32 layers with
-keys and values apart, so 64 pieces. The blocks that move are every second one, in no order, so that none travels with
-a neighbour. Three ways take turns, out to the pinned cache and back: `pieces` copies each piece by itself
-(Reservation.copy_blocks), `staged` packs them into a buffer on the device that crosses as one copy, `direct` has the
-kernel itself write and read the cache. `gb_s` counts to the end, `call_ms` is how long the calling thread is busy.
+`python tests/bench/gpu/bench_gather.py [ROUNDS]`: 5 rounds, about a minute. A block is 16 tokens of 32 layers with keys
+and values apart, in total 64 pieces. Every second block moves, in random order: no block travels with a neighbour.
+Three ways take turns, out to the pinned cache and back: `pieces` copies every piece by itself
+(Reservation.copy_blocks), `staged` packs the pieces into a buffer on the device and copies the buffer at once, `direct`
+has the kernel itself write and read the cache. `gb_s` counts to the end, `call_ms` is how long the calling thread is
+busy.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import cupy
 import numpy
 
 from runtime.memory.kernels import gather, scatter
-from runtime.memory.native import Backend, Cache, Device, Direction, Piece, Ticket
+from runtime.memory.native import Backend, CacheMemory, DevicePool, Direction, Piece, TransferTicket
 from tests.bench.gpu.report import FOREVER, MIB, emit, emit_conditions, gb_s, spread
 
 PIECES = 64
@@ -32,9 +33,9 @@ SEED = 1
 
 
 class Case:
-    """Blocks that move, and each way to move them: a call that puts it under way."""
+    """Blocks to move, and three ways to move the blocks; a way is a call that begins the copies."""
 
-    def __init__(self, device: Device, cache: Cache, piece_bytes: int, size: int) -> None:
+    def __init__(self, device: DevicePool, cache: CacheMemory, piece_bytes: int, size: int) -> None:
         count = size // (PIECES * piece_bytes)
         layer, block = 2 * count * piece_bytes, PIECES * piece_bytes
         self.pieces = [Piece(n * layer, piece_bytes, n * piece_bytes, block, piece_bytes) for n in range(PIECES)]
@@ -52,36 +53,36 @@ class Case:
         self.kv.release()
         self.staging.release()
 
-    def so_far(self) -> Ticket:
+    def so_far(self) -> TransferTicket:
         return self.device.stream_ticket(self.stream)
 
-    def out_pieces(self) -> Ticket:
+    def out_pieces(self) -> TransferTicket:
         return self.kv.copy_blocks(self.cache, self.pieces, self.blocks, self.places, Direction.TO_HOST)
 
-    def back_pieces(self) -> Ticket:
+    def back_pieces(self) -> TransferTicket:
         return self.kv.copy_blocks(self.cache, self.pieces, self.blocks, self.places, Direction.TO_DEVICE)
 
-    def pack(self) -> Ticket:
+    def pack(self) -> TransferTicket:
         gather(self.kv, self.staging, self.pieces, self.blocks, self.stream)
         return self.so_far()
 
-    def out_staged(self) -> Ticket:
+    def out_staged(self) -> TransferTicket:
         return self.staging.copy(0, self.cache, 0, self.size, Direction.TO_HOST, after=self.pack())
 
-    def back_staged(self) -> Ticket:
+    def back_staged(self) -> TransferTicket:
         self.staging.copy(0, self.cache, 0, self.size, Direction.TO_DEVICE).hold_stream(self.stream, FOREVER)
         scatter(self.staging, self.kv, self.pieces, self.blocks, self.stream)
         return self.so_far()
 
-    def out_direct(self) -> Ticket:
+    def out_direct(self) -> TransferTicket:
         gather(self.kv, self.cache, self.pieces, self.blocks, self.stream)
         return self.so_far()
 
-    def back_direct(self) -> Ticket:
+    def back_direct(self) -> TransferTicket:
         scatter(self.cache, self.kv, self.pieces, self.blocks, self.stream)
         return self.so_far()
 
-    def ways(self) -> list[tuple[str, Callable[[], Ticket], Callable[[], Ticket]]]:
+    def ways(self) -> list[tuple[str, Callable[[], TransferTicket], Callable[[], TransferTicket]]]:
         return [
             ("pieces", self.out_pieces, self.back_pieces),
             ("staged", self.out_staged, self.back_staged),
@@ -92,8 +93,8 @@ class Case:
 def main(rounds: int = 5) -> None:
     emit_conditions()
     largest = max(SIZES_MIB) * MIB
-    device = Device(3 * largest, backend=Backend.CUDA, page_bytes=PAGE)
-    cache = Cache(largest)
+    device = DevicePool(3 * largest, backend=Backend.CUDA, page_bytes=PAGE)
+    cache = CacheMemory(largest)
     cache.commit(0, largest)
     cache.pin(device, 0, largest)
     for size_mib in SIZES_MIB:
@@ -125,8 +126,8 @@ def measure(case: Case, rounds: int) -> dict[str, object]:
     return answer
 
 
-def timed(move: Callable[[], Ticket]) -> tuple[float, float]:
-    """Seconds until the call returned, and until everything was there."""
+def timed(move: Callable[[], TransferTicket]) -> tuple[float, float]:
+    """Seconds until the call returned, and until the copies were complete."""
     started = time.perf_counter()
     ticket = move()
     called = time.perf_counter()
@@ -135,10 +136,10 @@ def timed(move: Callable[[], Ticket]) -> tuple[float, float]:
 
 
 def compare(case: Case) -> None:
-    """What each way brings back is what the plain one takes out again, and the other way round."""
+    """Check every way: blocks brought to the device come out unchanged, by plain copies and by the way itself."""
     packed = numpy.frombuffer(case.cache.view(0, case.size), "u8")
     for number, (name, out, back) in enumerate(case.ways()):
-        content = numpy.arange(packed.size, dtype="u8") + (number << 40)  # no word twice
+        content = numpy.arange(packed.size, dtype="u8") + (number << 40)  # distinct words
         packed[:] = content
         back().wait(FOREVER)
         for way_out in (case.out_pieces, out):

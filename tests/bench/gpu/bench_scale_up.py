@@ -1,10 +1,10 @@
 """How fast does a model come back from the pinned host cache (E), as a fraction of the bare link (D)?
 
-`python tests/bench/gpu/bench_scale_up.py [GIB] [ROUNDS]`: an image of 15 GiB, which is 8 billion weights of 2 bytes,
-5 rounds, about 2 minutes. First what pinned memory costs, by the size of the host's pages; then plain copies; then, by
-the size of the device's pages, loads into empty addresses, each beside a plain copy of the image in the same round.
-`load` maps ahead of copying, `mapped_first` maps everything before it copies anything. `unmap_call_ms` is how long the
-caller of a scale to zero waits, `unmapped_after_ms` when its last page is free.
+`python tests/bench/gpu/bench_scale_up.py [GIB] [ROUNDS]`: an image of 15 GiB, as of 8 billion weights of 2 bytes, 5
+rounds, about 2 minutes. First the price of pinned memory, by the size of the host's pages; then plain copies; then, by
+the size of the device's pages, loads into empty addresses, beside a plain copy of the image in the same round. `load`
+maps ahead of copying, `mapped_first` maps every page before it copies any page. `unmap_call_ms` is how long the caller
+of a scale to zero waits, `unmapped_after_ms` when the model's last page is free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import cupy
 
-from runtime.memory.native import Backend, Cache, Device, Direction, Reservation, Segment
+from runtime.memory.native import Backend, CacheMemory, DevicePool, Direction, Reservation, Segment
 from tests.bench.gpu.report import FOREVER, GIB, MIB, emit, emit_conditions, gb_s, seconds, spread
 
 PAGES_MIB = (2, 4, 8, 16, 32, 64, 128, 256)
@@ -29,10 +29,12 @@ PIN_ROUNDS = 3
 
 def main(gib: int = 15, rounds: int = 5) -> None:
     emit_conditions()
-    keeper = Device(2 * MIB, backend=Backend.CUDA, page_bytes=2 * MIB)  # what is pinned for one pool is pinned for all
+    keeper = DevicePool(
+        2 * MIB, backend=Backend.CUDA, page_bytes=2 * MIB
+    )  # memory pinned for one pool is pinned for every pool
     for huge in (False, True):
         emit("pinned memory", **pinned_memory(keeper, min(PINNED_BYTES, gib * GIB), huge))
-    cache = Cache(gib * GIB)
+    cache = CacheMemory(gib * GIB)
     huge_bytes = cache.commit(0, cache.bytes)
     fill(cache)
     cache.pin(keeper, 0, cache.bytes)
@@ -45,8 +47,8 @@ def main(gib: int = 15, rounds: int = 5) -> None:
     keeper.close()
 
 
-def fill(cache: Cache) -> None:
-    """No two MiB are the same, and nothing is zeroes."""
+def fill(cache: CacheMemory) -> None:
+    """Fill the cache: no two MiB are equal, and no MiB is zeroes."""
     noise = os.urandom(MIB - 8)
     for at in range(0, cache.bytes, MIB):
         cache.view(at, MIB)[:] = at.to_bytes(8, "little") + noise
@@ -55,8 +57,8 @@ def fill(cache: Cache) -> None:
 # ── D: the host's memory and the link ─────────────────────────────────────────────────────────────────────────────────
 
 
-def pinned_memory(device: Device, size: int, huge: bool) -> dict[str, object]:
-    """Seconds a GiB: to get memory of small pages or of 2 MiB folios, to pin it, and to give it all back."""
+def pinned_memory(device: DevicePool, size: int, huge: bool) -> dict[str, object]:
+    """Seconds a GiB: to get memory of small pages or of 2 MiB folios, to pin it, and to give the memory back."""
     times = [pin_once(device, size, huge) for _ in range(PIN_ROUNDS)]
     commit, pin, close = (spread([s / size * GIB for s in column], 4) for column in zip(*times, strict=True))
     return {
@@ -68,8 +70,8 @@ def pinned_memory(device: Device, size: int, huge: bool) -> dict[str, object]:
     }
 
 
-def pin_once(device: Device, size: int, huge: bool) -> tuple[float, float, float]:
-    cache = Cache(size)
+def pin_once(device: DevicePool, size: int, huge: bool) -> tuple[float, float, float]:
+    cache = CacheMemory(size)
 
     def touch() -> None:
         cache.view(0, size)[::4096] = bytes(size // 4096)
@@ -123,10 +125,10 @@ def put_copies(target: int, source: int, size: int, copy_bytes: int, stream: cup
 # ── E: scale-up and scale to zero ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def scale_up(cache: Cache, page_bytes: int, rounds: int) -> dict[str, object]:
+def scale_up(cache: CacheMemory, page_bytes: int, rounds: int) -> dict[str, object]:
     size = cache.bytes
-    opened: list[Device] = []
-    open_s = seconds(lambda: opened.append(Device(size, backend=Backend.CUDA, page_bytes=page_bytes)))
+    opened: list[DevicePool] = []
+    open_s = seconds(lambda: opened.append(DevicePool(size, backend=Backend.CUDA, page_bytes=page_bytes)))
     device = opened[0]
     reservation = device.reserve(size)
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -171,9 +173,9 @@ def scale_up(cache: Cache, page_bytes: int, rounds: int) -> dict[str, object]:
     }
 
 
-def compare(reservation: Reservation, cache: Cache) -> None:
-    """A MiB at the beginning, at the end and between them."""
-    back = Cache(MIB)
+def compare(reservation: Reservation, cache: CacheMemory) -> None:
+    """Check eleven MiB of the loaded image, from beginning to end, against the cache."""
+    back = CacheMemory(MIB)
     for tenth in range(11):
         at = (cache.bytes - MIB) * tenth // 10 // MIB * MIB
         reservation.copy(at, back, 0, MIB, Direction.TO_HOST).wait(FOREVER)

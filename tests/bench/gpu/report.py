@@ -1,4 +1,4 @@
-"""What the GPU benches share: the conditions of a run, how a number is given, one line of JSON an answer."""
+"""Parts shared by the GPU benches: the conditions of a run, the form of a number, one line of JSON an answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MIB, GIB = 1 << 20, 1 << 30
-FOREVER = -1  # as a timeout of the memory library: waits for the device itself instead of asking it now and then
+FOREVER = -1  # a timeout of the memory library: waits for the device itself instead of polling the device
 
 GPU_FIELDS = (
     "name",
@@ -33,7 +33,7 @@ def emit(measure: str, **answer: object) -> None:
 
 
 def emit_conditions() -> None:
-    """The GPU as it was found: nothing here, and no bench, changes its clocks or settings."""
+    """Emit the GPU as found: no bench changes the GPU's clocks or settings."""
     emit(
         "conditions",
         command=" ".join(sys.argv),
@@ -56,7 +56,7 @@ def gpu_state() -> list[str]:
 
 
 def setting(path: Path) -> str:
-    """The choice that the kernel puts in brackets."""
+    """The choice put in brackets by the kernel."""
     text = path.read_text() if path.exists() else "[absent]"
     return text[text.index("[") + 1 : text.index("]")]
 
@@ -68,7 +68,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def spread(values: list[float], digits: int = 3) -> list[float]:
-    """Least, median, most."""
+    """Least, median and most."""
     return [round(value, digits) for value in (min(values), statistics.median(values), max(values))]
 
 

@@ -1,4 +1,4 @@
-"""A hub, and a gateway that may fetch from it and loses patience soon."""
+"""Fixtures: a hub, and a gateway that may fetch from the hub and loses patience soon."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from gateway import importing
-from gateway.sources import Sources
+from gateway.imports import job
+from gateway.imports.sources import Sources
 from tests.gateway import hub as hubs
 from tests.gateway.hub import Hub
 from tests.gateway.imports.fetched import TOKEN
@@ -34,5 +34,5 @@ def sources(tmp_path: Path, hub: Hub) -> Sources:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importing, "PAUSE_S", 0.05)
-    monkeypatch.setattr(importing, "FIRST_PATIENCE_S", 0.3)
+    monkeypatch.setattr(job, "PAUSE_S", 0.05)
+    monkeypatch.setattr(job, "FIRST_PATIENCE_S", 0.3)

@@ -1,4 +1,4 @@
-"""What the tests of imports have in common."""
+"""Helpers of the tests of imports."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 
-from gateway.sources import Sources
+from gateway.imports.sources import Sources
 from tests.gateway.plane import made, until
-from tests.store.folders import write_model, write_safetensors
+from tests.store.files.folders import write_model, write_safetensors
 
 TOKEN = "hf_thisisverysecret"
 SOURCE = "hf://acme/tiny"
@@ -31,7 +31,7 @@ async def ended(client: httpx.AsyncClient, id: str) -> Any:
 
 
 async def imported(client: httpx.AsyncClient, source: str = SOURCE, name: str = "m", **said: object) -> Any:
-    """What became of it."""
+    """Import a model, and return the model's state after the import."""
     model = made(await client.post("/models", json={"name": name, "source": source, **said}), 202)
     return await ended(client, model["id"])
 

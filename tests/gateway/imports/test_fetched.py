@@ -1,4 +1,4 @@
-"""Models from a hub: what comes, who shares it, and that a download goes on where it stopped."""
+"""Models from a hub: the files that come, sharing between tenants, and downloads resumed at the point of a break."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gateway.imports import Imports
-from gateway.sources import Sources
-from store import artefact, audit, models
+from gateway.imports.jobs import Imports
+from gateway.imports.sources import Sources
+from store.db import audit, models
+from store.files import artefact
 from tests.conftest import ROOT
 from tests.gateway.hub import COMMIT, Hub
 from tests.gateway.imports.fetched import SOURCE, blobs, ended, imported, large
 from tests.gateway.plane import ENGINES, Plane, made, until
-from tests.store.folders import write_model, write_safetensors
+from tests.store.files.folders import write_model, write_safetensors
 
 # ── what comes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -160,14 +161,14 @@ async def test_the_next_gateway_goes_on_with_what_a_dead_one_began(
     before.start(model)
 
     async def half() -> bool:
-        with contextlib.suppress(FileNotFoundError):  # a file that was small ended meanwhile
+        with contextlib.suppress(FileNotFoundError):  # a small file ended meanwhile
             return any(path.stat().st_size > 1 << 19 for path in (sources.folder / "partial").glob("*"))
         return False
 
     await until(half)
     await before.stop()
     hub.slow_s, asked = 0.0, len(hub.asked)
-    hub.revisions["main"] = "c" * 40  # it moved meanwhile
+    hub.revisions["main"] = "c" * 40  # the branch moved meanwhile
     after = Imports(plane.database, ENGINES.architectures, sources)
     await after.resume()
     seen = await ended(plane.admin, model.id)
@@ -180,14 +181,14 @@ async def test_the_next_gateway_goes_on_with_what_a_dead_one_began(
 KILLED = """
 import sys
 from pathlib import Path
-from gateway.importing import Job, Room
-from gateway.sources import Hub, Sources
-from store.blobs import Blobs
-from tests.store.folders import SUPPORTED
+from gateway.imports.job import ImportSpace, Job
+from gateway.imports.sources import Hub, Sources
+from store.files.blobs import Blobs
+from tests.store.files.folders import SUPPORTED
 
 url, folder = sys.argv[1:]
 sources, blobs = Sources(folder=Path(folder), hf_endpoint=url), Blobs(Path(folder))
-room, hub = Room(blobs, None), Hub("acme/tiny")
+room, hub = ImportSpace(blobs, None), Hub("acme/tiny")
 job = Job("m", hub, None, sources, blobs, room, SUPPORTED, lambda size: None, lambda commit: None)
 print(job.run().artefact.digest)
 """
@@ -201,7 +202,7 @@ async def test_a_process_that_was_killed_loses_nothing_that_had_come(
     command = [sys.executable, "-c", KILLED, hub.url, str(sources.folder)]
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
     try:
-        async with asyncio.timeout(60):  # it imports a good deal first
+        async with asyncio.timeout(60):  # the process imports many modules first
             while not any(path.stat().st_size > 1 << 20 for path in (sources.folder / "partial").glob("*")):
                 assert process.returncode is None
                 await asyncio.sleep(0.01)

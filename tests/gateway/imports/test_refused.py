@@ -1,4 +1,4 @@
-"""What is not fetched: what can't be served, from where nobody chose, more than there is room for; no secret leaks."""
+"""Refused imports: unservable models, sources not allowed, and models too large for the disk. No secret leaks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from gateway import download
-from gateway.imports import Imports
-from gateway.sources import Bucket, Sources, Wrong, parse
-from gateway.sources import Hub as HubModel
-from store import models
+from gateway.imports import download
+from gateway.imports.jobs import Imports
+from gateway.imports.sources import Hub as HubModel
+from gateway.imports.sources import ObjectPrefix, Sources, Wrong, parse
+from store.db import models
 from tests.conftest import ROOT, free_port
 from tests.gateway import hub as hubs
 from tests.gateway.hub import Hub
 from tests.gateway.imports.fetched import SOURCE, TOKEN, ended, imported, large
 from tests.gateway.plane import ENGINES, Plane, made
-from tests.store.folders import write_model
+from tests.store.files.folders import write_model
 
 # ── what is refused ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -201,7 +201,7 @@ async def test_a_tenant_names_only_what_the_operator_allows(plane: Plane, hub: H
     [
         ("hf://org/name", HubModel("org/name", "main")),
         ("hf://org/name@v1.0", HubModel("org/name", "v1.0")),
-        ("s3://models/a/b/", Bucket("models", "a/b")),
+        ("s3://models/a/b/", ObjectPrefix("models", "a/b")),
         ("/folder", None),
         ("file:///folder", None),
     ],
@@ -248,7 +248,7 @@ async def test_the_platforms_storage_and_the_disk_are_bounds(
     hub.put("acme/tiny", large(tmp_path / "src", 1 << 20))
     for bound, said in ((1 << 19, "STACCATO_MODELS_MOST"), (None, "has room for")):
         if bound is None:
-            monkeypatch.setattr("store.blobs.RESERVE", 1 << 60)
+            monkeypatch.setattr("store.files.blobs.RESERVE", 1 << 60)
         imports = Imports(plane.database, ENGINES.architectures, replace(sources, bytes_most=bound))
         async with plane.database.write() as connection:
             model = await models.create(connection, None, f"m{bound}", SOURCE, "", 1)

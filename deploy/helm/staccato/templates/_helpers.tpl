@@ -25,6 +25,17 @@ labels:
 {{- printf "%s/%s%s:%s" .root.Values.image.registry .image $variant $tag }}{{ with $digest }}@{{ . }}{{ end }}
 {{- end }}
 
+{{/* `image`: one of others, with the digest that images.lock has for it. */}}
+{{- define "staccato.pinned" -}}
+{{- $image := .image }}
+{{- $found := $image }}
+{{- range .root.Files.Lines "images.lock" }}
+{{- $locked := last (splitList "=" .) }}
+{{- if hasPrefix (printf "%s@sha256:" $image) $locked }}{{ $found = $locked }}{{ end }}
+{{- end }}
+{{- $found }}
+{{- end }}
+
 {{/* The restricted pod security standard. `user`: 10001 unless said otherwise. */}}
 {{- define "staccato.pod" -}}
 automountServiceAccountToken: false
@@ -76,8 +87,8 @@ resources:
   value: {{ include "staccato.natsUrl" .root }}
 - name: STACCATO_NATS_CREDENTIALS
   value: /run/nats/user.nk
-{{- if .root.Values.nats.tlsSecret }}
-- name: SSL_CERT_FILE
+{{- if not .root.Values.tls.plaintext }}
+- name: STACCATO_NATS_CA
   value: /run/nats-tls/ca.crt
 {{- end }}
 {{- with .root.Values.traces.endpoint }}
@@ -89,7 +100,10 @@ resources:
 {{- end }}
 
 {{- define "staccato.natsUrl" -}}
-{{- $scheme := .Values.nats.tlsSecret | empty | ternary "nats" "tls" }}
+{{- $scheme := .Values.tls.plaintext | ternary "nats" "tls" }}
+{{- if and (not .Values.nats.enabled) (not .Values.tls.plaintext) (not (hasPrefix "tls://" .Values.nats.url)) }}
+{{- fail "nats.url is not tls://…, and the bus carries prompts: give the server a certificate, or set tls.plaintext=true" }}
+{{- end }}
 {{- .Values.nats.enabled | ternary (printf "%s://%s-nats:4222" $scheme .Release.Name) .Values.nats.url }}
 {{- end }}
 
@@ -97,7 +111,7 @@ resources:
 {{- define "staccato.busMounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: nats, mountPath: /run/nats/user.nk, subPathExpr: {{ .seed }}, readOnly: true}
-{{- if .root.Values.nats.tlsSecret }}
+{{- if not .root.Values.tls.plaintext }}
 - {name: nats-tls, mountPath: /run/nats-tls, readOnly: true}
 {{- end }}
 {{- end }}
@@ -106,9 +120,9 @@ resources:
 - {name: tmp, emptyDir: {}}
 - name: nats
   secret: {secretName: {{ .root.Values.secrets.nats }}, defaultMode: 288} # 0440
-{{- with .root.Values.nats.tlsSecret }}
+{{- if not .root.Values.tls.plaintext }}
 - name: nats-tls
-  secret: {secretName: {{ . }}, items: [{key: ca.crt, path: ca.crt}]}
+  secret: {secretName: {{ .root.Values.nats.tlsSecret | default .root.Values.secrets.nats }}, items: [{key: ca.crt, path: ca.crt}]}
 {{- end }}
 {{- end }}
 

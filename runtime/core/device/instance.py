@@ -1,0 +1,594 @@
+"""State machine of a device: takes an event and the time in seconds, returns effects to carry out in order. Pure.
+
+The machine alone decides where each request is and how many pages each model may hold. Invariants, asserted by `check`:
+a request is in exactly one place of one model; only a resident model steps; at most one device effect and one fetch
+are under way; the pages held by the models fit the pool; every arrived request ends once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import assert_never
+
+from runtime.core.device.events import (
+    Add,
+    Arrived,
+    Build,
+    BuildFailed,
+    Built,
+    Cancelled,
+    Check,
+    Checked,
+    Close,
+    Closed,
+    DeviceEffect,
+    Effect,
+    EngineFailed,
+    Event,
+    Evict,
+    Fetch,
+    Fetched,
+    FetchFailed,
+    Grow,
+    Lose,
+    MemoryEffect,
+    MoveStep,
+    Ordered,
+    Park,
+    Parked,
+    Placed,
+    Refused,
+    Shrink,
+    Step,
+    StepFailed,
+    Stepped,
+    Tell,
+    Told,
+    Withdrawn,
+)
+from runtime.core.device.model import MOVING, WITH_ENGINE, Model, Phase, Wish
+from runtime.core.device.pages import Pages
+from runtime.core.device.prefetch import bring_in, grow, in_turn
+from runtime.core.device.record import Turn
+from runtime.core.device.request import ModelKey, Request
+from runtime.core.device.requests import Requests
+from runtime.core.device.rooms import Rooms
+from runtime.core.device.view import ModelView
+from runtime.core.engine import AHEAD, Held
+from runtime.core.ledgers.costs import ModelCosts
+from runtime.core.ledgers.device_time import DeviceTime
+from runtime.core.ledgers.estimate import CostEstimate
+from runtime.core.turns.turn import Turns
+from store.contract.wire import EngineSpec, Finish
+
+FETCH_TRIES = 3  # in a row
+LATE = 2.0  # a turn whose steps take more than twice their estimate ends early: the policy decides again
+EXPECTED_AHEAD = 4 * AHEAD  # tokens: an expected request goes on making tokens at its source while blocks are copied
+_WITH_PAGES = (*WITH_ENGINE, Phase.CLOSING)
+_NEVER = float("inf")
+
+
+class Instance:
+    """State machine of a GPU or CPU. Call `hear` for every event, and `decide` while no device effect is under way."""
+
+    def __init__(
+        self, turns: Turns, pages: Pages, costs: Callable[[EngineSpec], ModelCosts], account: DeviceTime | None = None
+    ) -> None:
+        self.models: dict[ModelKey, Model] = {}
+        self.pages = pages
+        self.turn: Turn | None = None
+        self.switches = 0
+        self.moves = 0  # how often a model changed its phase
+        self.account = account  # None: the device's time is not accounted for
+        self._turns, self._costs = turns, costs
+        self._rooms = Rooms()
+        self.requests = Requests(self._rooms, pages.total)
+        self._fetching: ModelKey | None = None
+        self._turn_no = 0
+        self._room_pages = 0.0  # pages that the last order of turns leaves to tenants over their share
+        self._busy = False  # whether a device effect is under way
+        self._changed = False  # whether anything but a step like the last step happened since the last decision
+        self._tick_at = _NEVER
+
+    def next_tick(self) -> float | None:
+        """Time, in seconds on the monotonic clock, to call `decide` again without an event; None: wait for an event."""
+        return None if self._tick_at == _NEVER else self._tick_at
+
+    # ── hearing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def hear(self, event: Event, now: float) -> list[Effect]:
+        """Effects of an event to carry out at once, in order. Device and most memory effects come from `decide`."""
+        stepped = isinstance(event, Stepped)
+        self._changed = self._changed or not stepped
+        if stepped or self.account is None:
+            return self._heard(event, now)
+        self._account(self.account, event, now)
+        waited = len(self.requests) > 0
+        effects = self._heard(event, now)
+        if waited and not len(self.requests) and not self._busy:
+            self.account.platform(now)
+        return effects
+
+    def _heard(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case Stepped():  # first: the most frequent event, once for every token
+                return self._stepped(self.models[event.model], event, now)
+            case Arrived(request):
+                return self._arrive(request, now)
+            case Told(key, held):
+                return self._told(self.models[key], held)
+            case Fetched(key, took_s, held):
+                return self._fetched(self.models[key], took_s, held, now)
+            case Parked(key, held):
+                return self._parked(self.models[key], held)
+            case Checked(key, wrong, held):
+                return self._checked(self.models[key], wrong, held, now)
+            case Cancelled(requests):
+                return self.requests.cancel(requests, now)
+            case MoveStep("prepare", key, _, tokens):
+                return self._expect(self.models[key], tokens, now)
+            case MoveStep("commit", _, id):
+                self.requests.leave(id, now)
+                return []
+            case MoveStep("abort", _, id):
+                self.requests.stay(id)
+                return []
+            case MoveStep(request=id):
+                return self.requests.cancel([id], now, ended=False)
+            case Placed(spec, prove):
+                return self._place(spec, prove, now)
+            case Withdrawn(key):
+                return self._withdraw(key, now)
+            case Ordered(key, awake):
+                return self._order(key, awake, now)
+            case Built():
+                return self._built(self.models[event.model], event, now)
+            case BuildFailed(key, error):
+                return self._build_failed(self.models[key], f"the model could not be loaded: {error}", now)
+            case FetchFailed(key, error, held):
+                return self._fetch_failed(self.models[key], error, held, now)
+            case StepFailed(key, error):
+                self._busy = False
+                return self._break(self.models[key], f"the engine failed in a step: {error}", now)
+            case EngineFailed(key, error):
+                return self._break(self.models[key], f"the engine failed: {error}", now)
+            case Closed(key):
+                return self._closed(self.models[key])
+            case Refused(request, _, error):
+                return self.requests.lose([request], error, now, Finish.ERROR)
+            case _:
+                assert_never(event)
+
+    def _account(self, account: DeviceTime, event: Event, now: float) -> None:
+        """Book the time before `event` to the platform or to idleness, if the time is known to be no request's."""
+        if isinstance(event, Built | BuildFailed | Checked | Closed | StepFailed):
+            account.platform(now)
+        elif not len(self.requests) and not self._busy:
+            account.idle(now)
+
+    def _place(self, spec: EngineSpec, prove: bool, now: float) -> list[Effect]:
+        key = ModelKey(spec.key)
+        known = self.models.get(key)
+        if known is None:
+            costs, shares = CostEstimate(self._costs(spec)), self.requests.shares
+            model = self.models[key] = Model(spec, costs, self.pages.page_bytes, used_at=now, shares=shares)
+            model.wish = Wish.AWAKE if prove else Wish.NONE
+            model.loads.proved = not prove
+            self._rooms.file(model)
+        elif known.withdrawn or known.failures.error:
+            known.withdrawn, known.used_at = False, now
+            self._want(known)
+        return []
+
+    def _withdraw(self, key: ModelKey, now: float) -> list[Effect]:
+        model = self.models.get(key)
+        if model is None:
+            return []
+        model.withdrawn, model.wish = True, Wish.NONE
+        lost = self.requests.drop(model, "the deployment was removed", now, Finish.ERROR)
+        self._rooms.file(model)
+        self._leave_if_withdrawn(model)
+        return lost
+
+    def _arrive(self, request: Request, now: float) -> list[Effect]:
+        model = self.models.get(request.model)
+        if model is None or model.withdrawn:
+            return [Lose(request, "the model is not placed on this runtime")]
+        if model.failures.error:
+            return [Lose(request, model.failures.error)]
+        model.used_at = now
+        if model.wish is Wish.ASLEEP:
+            model.wish = Wish.NONE
+        self.requests.arrive(request, model, now)
+        self._turns.arrived(request, now)
+        return []
+
+    def _order(self, key: ModelKey, awake: bool, now: float) -> list[Effect]:
+        model = self.models.get(key)
+        if model is None or model.withdrawn:
+            return []
+        if awake:
+            model.used_at = now
+            self._want(model)
+        elif not model.has_requests:
+            model.wish = Wish.ASLEEP
+            self._rooms.file(model)
+        return []
+
+    # ── hearing how a model comes and goes ────────────────────────────────────────────────────────────────────────────
+
+    def _built(self, model: Model, built: Built, now: float) -> list[Effect]:
+        self._busy = False
+        self._enter(model, Phase.STAGED)
+        model.demand.weights_pages, model.sequential = built.weights_pages, built.sequential
+        model.loads.loading_s = built.took_s
+        self.pages.settle(model.key, built.held)
+        least = built.weights_pages + built.kv_pages_least
+        if self._leave_if_withdrawn(model) or least <= self.pages.total:
+            return []
+        return self._fail(
+            model,
+            f"the model needs {self.pages.mib(least)}, {built.weights_pages} of them for its weights and the others for"
+            f" one request of {model.spec.max_model_len} tokens, and the device has {self.pages.mib(self.pages.total)}:"
+            " give it more memory, or lower max_model_len",
+            now,
+            mends=False,
+        )
+
+    def _build_failed(self, model: Model, error: str, now: float) -> list[Effect]:
+        self._busy = False
+        self._enter(model, Phase.COLD)
+        if self._leave_if_withdrawn(model):
+            return []
+        return self._fail(model, error, now)
+
+    def _fetched(self, model: Model, took_s: float, held: Held, now: float) -> list[Effect]:
+        self.pages.settle(model.key, held)
+        model.loads.fetched(took_s)
+        model.failures.fetches = 0
+        model.costs.observe_load(model.demand.missing_bytes, took_s)
+        model.loads.load_s = model.costs.load(model.spec.weight_bytes)
+        self._enter(model, Phase.CHECKING)
+        if self._leave_if_withdrawn(model) or model.loads.check_due:
+            return []
+        return self._resident(model, now)
+
+    def _fetch_failed(self, model: Model, error: str, held: Held, now: float) -> list[Effect]:
+        self.pages.settle(model.key, held)
+        model.failures.fetches += 1
+        self._enter(model, Phase.STAGED)
+        if self._leave_if_withdrawn(model) or model.failures.fetches < FETCH_TRIES:
+            return []
+        return self._fail(model, f"the model could not be brought to the device: {error}", now)
+
+    def _checked(self, model: Model, wrong: str | None, held: Held, now: float) -> list[Effect]:
+        self._busy = False
+        self.pages.settle(model.key, held)
+        if model.phase is not Phase.CHECKING:  # the model was withdrawn meanwhile, or the engine failed
+            return []
+        if wrong is not None:
+            return self._fail(model, f"the model failed its check and was taken out of service: {wrong}", now)
+        return self._resident(model, now)
+
+    def _resident(self, model: Model, now: float) -> list[Effect]:
+        model.failures.count, model.used_at = 0, now
+        model.loads.came(now)
+        if model.wish is Wish.AWAKE:
+            model.wish = Wish.NONE
+            model.deadlines.changed()
+        self._enter(model, Phase.RESIDENT)
+        model.demand.fresh = model.has_requests
+        return []
+
+    def _parked(self, model: Model, held: Held) -> list[Effect]:
+        self.pages.settle(model.key, held)
+        if model.phase is Phase.PARKING:
+            self._enter(model, Phase.STAGED)
+            self._leave_if_withdrawn(model)
+        return []
+
+    def _told(self, model: Model, held: Held) -> list[Effect]:
+        """Settle the pages told by the engine; during a fetch or park the booked pages are more exact and stay."""
+        if model.phase in MOVING:
+            booked = self.pages.of(model.key)
+            held = Held(booked.weights, booked.kv, held.kv_wanted, held.kv_spare)
+        self.pages.settle(model.key, held)
+        return []
+
+    def _closed(self, model: Model) -> list[Effect]:
+        self._busy = False
+        self.pages.settle(model.key, Held())
+        self._enter(model, Phase.FAILED if model.failures.error else Phase.COLD)
+        self._leave_if_withdrawn(model)
+        return []
+
+    def _break(self, model: Model, error: str, now: float) -> list[Effect]:
+        """Drop an engine with untrusted state; the next request builds the engine again. Other models go on."""
+        model.wish = Wish.NONE
+        if model.phase in WITH_ENGINE:
+            self._enter(model, Phase.CLOSING)
+        self._rooms.file(model)
+        lost = self.requests.lose(model.queues.running, error, now, suspect=True)
+        return lost + self.requests.lose(model.queues.leaving, error, now)
+
+    def _fail(self, model: Model, error: str, now: float, mends: bool = True) -> list[Effect]:
+        lost = self.requests.drop(model, error, now)
+        model.fail(error, now, mends)
+        self._enter(model, Phase.CLOSING if model.phase in WITH_ENGINE else Phase.FAILED)
+        return lost
+
+    def _want(self, model: Model) -> None:
+        """Note a wish to wake the model, even if the model failed before."""
+        model.wish = Wish.NONE if model.phase is Phase.RESIDENT else Wish.AWAKE
+        model.failures.error = ""
+        model.deadlines.changed()
+        if model.phase is Phase.FAILED:
+            self._enter(model, Phase.COLD)
+        self._rooms.file(model)
+
+    def _leave_if_withdrawn(self, model: Model) -> bool:
+        """Whether the model is withdrawn: then remove or close the model, once a build, fetch or park has ended."""
+        if not model.withdrawn:
+            return False
+        if model.phase in (Phase.COLD, Phase.FAILED):
+            del self.models[model.key]
+            self._rooms.remove(model.key)
+        elif model.phase in (Phase.STAGED, Phase.CHECKING, Phase.RESIDENT):
+            self._enter(model, Phase.CLOSING)
+        return True
+
+    def _enter(self, model: Model, phase: Phase) -> None:
+        if model.phase is Phase.FETCHING:
+            self._fetching = None
+        model.phase = phase
+        model.demand.stuck = model.demand.fresh = model.demand.cramped = False
+        self.moves += 1
+        self._rooms.file(model)
+
+    # ── hearing what a step made ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _stepped(self, model: Model, stepped: Stepped, now: float) -> list[Effect]:
+        self._busy = False
+        steps, step_s, running = stepped.steps, stepped.step_s, model.queues.running
+        began = now - steps * step_s
+        if self.account is not None:
+            self._account_step(self.account, model, began, now)
+        assert self.turn is not None and self.turn.holder == model.key, f"{model.key} stepped out of turn"
+        self.turn.steps += steps
+        self.turn.left -= steps
+        model.observe(len(stepped.outputs), stepped.step_s)
+        model.used_at, model.loads.came_at, model.demand.fresh = now, -_NEVER, False
+        if stepped.held != self.pages.of(model.key):
+            self.pages.settle(model.key, stepped.held)
+            self._changed = True
+        effects: list[Effect] = []
+        for output in stepped.outputs:
+            request = running.get(output.request)
+            if request is None:  # the request was cancelled while the step ran
+                continue
+            progress, made = request.progress, len(output.tokens)
+            effects.append(Tell(request, progress.sent, output))
+            if made:
+                if not request.computed:
+                    request.computed = True
+                    model.queues.prompts -= 1
+                progress.deliver(began, made, step_s)
+                model.queues.context += made
+                model.record.tokens += made
+            if output.finish is not None:
+                self.requests.finish(request, now)
+                self._changed = True
+        model.deadlines.changed()
+        if not stepped.busy and running:
+            # The engine forgot requests still counted as running: a bug of an engine must not silence a client.
+            effects += self.requests.lose(running, "the engine ended without this request", now, suspect=True)
+            self._changed = True
+        if not stepped.outputs and running and model.short(stepped.held, self.pages.total, self._room_pages) > 0:
+            model.demand.stuck = self._changed = True
+        return effects
+
+    def _account_step(self, account: DeviceTime, model: Model, began: float, now: float) -> None:
+        assert self.turn is not None
+        running = list(model.queues.running.values())
+        if not running:  # every request was cancelled while the step ran
+            account.platform(now)
+            return
+        if not self.turn.steps:
+            account.switched(began, running)
+        if model.queues.prompts:
+            prompts = [request for request in running if not request.computed]
+            decodes = [request for request in running if request.computed]
+            context = sum([request.context for request in decodes])
+            account.stepped(now, decodes, prompts, model.costs.step(len(decodes), context) if decodes else 0.0)
+        else:
+            account.stepped(now, running, (), 0.0)
+        account.held(began, running, model.spec.kv_bytes_per_token, model.loads.away_us)
+
+    # ── deciding ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def decide(self, now: float) -> list[Effect]:
+        """Effects to carry out now that the device is free: memory effects, then at most one device effect."""
+        assert not self._busy, "the device is asked for its next effect before it answered the last"
+        turn = self.turn
+        if not self._changed and now < self._tick_at and (turn is None or (turn.left > 0 and now < turn.until)):
+            return [] if turn is None else self._step(self.models[turn.holder])
+        self._changed = False
+        had_us = {} if self.account is None else self.account.take()
+        if self._turns.shares:
+            self.requests.settle(had_us)
+        effects = self._tidy(now)
+        ordered = self._turns.order(self._rooms.working.values(), now)
+        order, self._room_pages = ordered.models, ordered.room_pages
+        chosen = self._turns.next(order, turn, now)
+        effects += self._bring_in(order, chosen, now)
+        if self._rooms.upkeep:
+            if self.account is not None and not len(self.requests):
+                self.account.idle(now)
+            self._busy = True
+            return [*effects, self._keep_up()]
+        if chosen is not None and not chosen[0].can_step:  # the model was parked for another model
+            chosen = self._turns.next(order, turn, now)
+        if chosen is None:
+            self.turn = None if not len(self.requests) else turn
+            if self.turn is not None:
+                self.turn.left = 0
+            return effects
+        model, steps = self.models[chosen[0].key], chosen[1]
+        effects += self._make_ready(model, order, now)
+        if effects and isinstance(effects[-1], Add):  # the engine will tell the pages that the added requests need
+            return effects
+        if not model.queues.running:  # no request's prompt fits: the model waits for pages
+            model.demand.stuck, model.demand.fresh, self._changed = True, False, True
+            return effects + self.decide(now)
+        self._begin(model, steps, now)
+        return effects + self._step(model)
+
+    def _keep_up(self) -> DeviceEffect:
+        model = self._rooms.first_upkeep()
+        if model.phase is Phase.CLOSING:
+            return Close(model.key)
+        if model.phase is Phase.CHECKING:
+            return Check(model.key)
+        self._enter(model, Phase.BUILDING)
+        return Build(model.spec)
+
+    def _tidy(self, now: float) -> list[Effect]:
+        """Retry failed models, park models idle for too long, evict models sent to sleep; set the next tick."""
+        effects: list[Effect] = []
+        self._tick_at = _NEVER
+        for model in list(self._rooms.resting.values()):
+            due_at = model.due_at()
+            if due_at is not None and now < due_at:
+                self._tick_at = min(self._tick_at, due_at)
+            elif due_at is not None and model.phase is Phase.FAILED:
+                self._want(model)
+            elif due_at is not None:
+                effects += self._move([Park(model.key)], now)
+            elif model.phase is Phase.STAGED and model.wish is Wish.ASLEEP and self.pages.of(model.key).weights:
+                effects += self._move([Evict(model.key, self.pages.of(model.key).weights)], now)
+        return effects
+
+    # ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self, model: Model, steps: int, now: float) -> None:
+        """Allow the model `steps` more steps of its turn. If another model holds the turn, begin a new turn."""
+        turn = self.turn
+        if turn is None or turn.holder != model.key:
+            self.switches += turn is not None
+            self._turn_no += 1
+            model.record.turns, model.record.turn_no = model.record.turns + 1, self._turn_no
+            turn = self.turn = Turn(model.key, now)
+            self._changed = True  # the order of turns has changed
+        queues = model.queues
+        turn.left, turn.until = steps, now + LATE * steps * model.costs.step(len(queues.running), queues.context)
+
+    def _step(self, model: Model) -> list[Effect]:
+        assert self.turn is not None
+        self._busy = True
+        return [Step(model.key, self.turn.left)]
+
+    def _make_ready(self, model: Model, order: Sequence[ModelView], now: float) -> list[Effect]:
+        """Get pages for the model's next step, and add admitted requests that fit: a join never overflows the cache."""
+        held, most = self.pages.of(model.key), self.pages.total - model.demand.weights_pages
+        admitted = self._turns.admit(model, now) if model.queues.waiting else ()
+        wanted = held.kv_wanted
+        if admitted:
+            wanted = model.kv_joined(held, sum([request.context + 1 for request in admitted]))
+        effects: list[Effect] = []
+        needed, model.demand.cramped = min(wanted, most), False
+        if needed > held.kv:
+            # More pages than the next step needs: the model asks less often.
+            wanted = min(wanted + model.kv_pages(AHEAD * (len(model.queues.running) + len(admitted))), most)
+            yields = partial(self._turns.yields, needy=model, turn=self.turn, now=now)
+            short, idle = wanted - held.kv, self._idle()
+            grown = grow(model, short, order, idle, self.pages, self._room_pages, yields, now)
+            effects += self._move(grown, now)
+            model.demand.cramped = self.pages.of(model.key).kv < needed
+        if not admitted:
+            return effects
+        room, tokens = self.pages.of(model.key).kv, 0
+        joining: list[Request] = []
+        for request in admitted:
+            tokens += request.context + 1
+            # A request alone may join once the model has every possible page: waiting would bring no more pages.
+            if model.kv_joined(held, tokens) > room and (model.queues.running or joining or room < most):
+                break
+            joining.append(request)
+        for request in joining:
+            self.requests.join(model, request)
+        return [*effects, *map(Add, joining)]
+
+    # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _idle(self) -> list[Model]:
+        """Models without work that hold or want pages, in no particular order."""
+        return [self.models[key] for key in self.pages.held if key not in self._rooms.working]
+
+    def _bring_in(
+        self, order: Sequence[ModelView], chosen: tuple[ModelView, int] | None, now: float
+    ) -> list[MemoryEffect]:
+        stepper = chosen and chosen[0]
+        for needy in in_turn(order, self._turns.relieves):
+            if self._fetching is not None and needy.phase is Phase.STAGED:
+                break
+            yields = partial(self._turns.yields, needy=needy, turn=self.turn, now=now)
+            taken = bring_in(needy, order, self._idle(), self.pages, self._room_pages, stepper, yields, now)
+            if taken is not None:
+                return self._move(taken, now)
+        return []
+
+    def _move(self, effects: list[MemoryEffect], now: float) -> list[MemoryEffect]:
+        """Book the pages of the effects, so that no page is promised twice, and return the effects."""
+        for effect in effects:
+            model, key = self.models[effect.model], effect.model
+            match effect:
+                case Park():
+                    self._enter(model, Phase.PARKING)
+                    model.loads.left_at = now
+                case Fetch(_, kv_pages):
+                    held = self.pages.of(key)
+                    missing = model.demand.weights_pages - held.weights
+                    self.pages.book(key, weights=missing, kv=kv_pages - held.kv)
+                    self._enter(model, Phase.FETCHING)
+                    self._fetching, model.demand.missing_bytes = key, missing * self.pages.page_bytes
+                case Evict(_, pages):
+                    self.pages.book(key, weights=-pages)
+                case Shrink(_, pages):
+                    self.pages.book(key, kv=-pages)
+                case Grow(_, pages):
+                    self.pages.book(key, kv=pages)
+                    model.demand.stuck, model.demand.cramped, model.demand.fresh = False, False, True
+        return effects
+
+    def _expect(self, model: Model, tokens: int, now: float) -> list[Effect]:
+        """Give free pages to the model of an expected request, so that the request need not wait when it comes."""
+        held = self.pages.of(model.key)
+        missing = held.kv_wanted + model.kv_pages(tokens) - held.kv
+        pages = min(missing + model.kv_pages(EXPECTED_AHEAD), self.pages.free)
+        if model.phase is not Phase.RESIDENT or pages <= 0 or pages < missing:
+            return []
+        return [*self._move([Grow(model.key, pages)], now)]
+
+    def check(self) -> None:
+        """Assert the invariants. Tests call `check` after every event, the device process when the device is idle."""
+        self.requests.check(self.models.values())
+        if self.account is not None:
+            self.account.check()
+        for model in self.models.values():
+            where = f"{model.key} in {model.phase.name}"
+            pages = self.pages.of(model.key)
+            inside = model.queues.running or model.queues.leaving
+            assert not inside or model.phase in WITH_ENGINE, f"{where} has requests in an engine it lacks"
+            demand = model.demand
+            assert not (demand.stuck or demand.fresh) or model.phase is Phase.RESIDENT, f"{where} is stuck or fresh"
+            assert not (demand.stuck and not model.has_requests), f"{where} is stuck without requests"
+            model.queues.check(where)
+            assert model.works == (model.key in self._rooms.working), f"{where} is in the wrong room"
+            assert model.wish is not Wish.AWAKE or model.phase is not Phase.RESIDENT, f"{where} is to become it again"
+            assert model.wish is not Wish.ASLEEP or not model.has_requests, f"{where} is to sleep amid its requests"
+            assert pages == Held() or model.phase in _WITH_PAGES, f"{where} holds {pages}"
+        fetching = [model.key for model in self.models.values() if model.phase is Phase.FETCHING]
+        assert fetching == [self._fetching] * (self._fetching is not None), f"{fetching} are fetched at once"
+        assert set(self.pages.held) <= set(self.models), "pages are held by a model that is not there"
+        self.pages.check()

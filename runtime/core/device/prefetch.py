@@ -1,0 +1,182 @@
+"""Choice of the model that gets pages next while another model steps, by the order of turns. Pure.
+
+No model overtakes a blocked model. A model is blocked if it has work and cannot go on without more pages. Until the
+first blocked model of the order has its pages, models behind it get no pages by harming models. Therefore every model
+gets its pages in the end: models ahead of the blocked model have their turns and go to the end of the order, and then
+every page in the pool can be taken for the blocked model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from runtime.core.device.events import Evict, Fetch, Grow, MemoryEffect, Shrink
+from runtime.core.device.eviction import Action, ModelHolding, make_room, spare_room
+from runtime.core.device.model import Phase
+from runtime.core.device.pages import Pages
+from runtime.core.device.view import ModelView
+from runtime.core.engine import Held
+
+HEADROOM = 24  # a model that is fetched leaves 1/24 of the pool to resident models, for their next tokens
+
+_STILL, _LEAVING = (Phase.STAGED, Phase.RESIDENT), (Phase.PARKING, Phase.CLOSING)
+
+Yields = Callable[[ModelView], bool]  # whether a model with work may be parked or lose clean weights
+
+
+def in_turn(order: Sequence[ModelView], relieves: bool) -> Iterator[ModelView]:
+    """Models that may take pages from other models, in turn order.
+
+    Yields the first blocked model. If the policy sets `relieves`, yields running models first: models ahead of the
+    blocked model with too few pages for their batch."""
+    for model in order:
+        if model.needy:
+            yield model
+            return
+        if relieves and model.demand.cramped:
+            yield model
+
+
+def bring_in(
+    needy: ModelView,
+    order: Sequence[ModelView],
+    idle: Iterable[ModelView],
+    pages: Pages,
+    room_pages: float,
+    stepper: ModelView | None,
+    yields: Yields,
+    now: float,
+) -> list[MemoryEffect] | None:
+    """Effects that give `needy` its missing pages, or that make room first; None if no way exists, or no need.
+
+    Args:
+        needy: a model of `order`.
+        order: models with work, soonest turn first.
+        idle: models without work.
+        room_pages: pages left to requests of tenants over their share, by the order of turns.
+        stepper: the model that steps meanwhile; parked last.
+        yields: whether a model behind `needy` in `order` may be parked or lose clean weights.
+
+    If the effects make room only, the caller must ask again once the parks have ended."""
+    held = pages.of(needy.key)
+    short = needy.short(held, pages.total, room_pages)
+    if not (short or needy.needy):
+        return None
+    leave = pages.total // HEADROOM if needy.phase is Phase.STAGED else 0
+    missing = min(short + leave, pages.total - held.weights - held.kv) - pages.free
+    actions: list[Action] = []
+    if missing > 0:
+        holders = _holders(idle, order, needy, yields, pages)
+        missing -= _coming(holders)
+        if missing > _most(holders):  # the most frequent case: no need to look for single pages
+            return None
+        made = make_room(missing, _holdings(holders, room_pages, now), stepper.key if stepper else None)
+        if made is None:
+            return None
+        actions = made
+        if pages.free + _freed(actions) < short:  # the remaining pages come free later
+            return [*actions]
+    if needy.phase is Phase.RESIDENT:
+        return [*actions, Grow(needy.key, short)]
+    return [*actions, Fetch(needy.key, needy.kv_needed(held, pages.total, room_pages))]
+
+
+def grow(
+    model: ModelView,
+    short: int,
+    order: Sequence[ModelView],
+    idle: Iterable[ModelView],
+    pages: Pages,
+    room_pages: float,
+    yields: Yields,
+    now: float,
+) -> list[MemoryEffect]:
+    """Effects that give a resident model as many of its `short` missing pages as possible without parking a model that
+    has requests.
+
+    Clean weights of parked models are taken if the models yield: weights do not lie idle beside requests that wait for
+    pages. Arguments are as in `bring_in`."""
+    missing = short - pages.free
+    actions: list[Action] = []
+    if missing > 0:
+        holders = _holders(idle, order, model, yields, pages)
+        actions = spare_room(missing - _coming(holders), _holdings(holders, room_pages, now))
+    had = min(short, pages.free + _freed(actions))
+    return [*actions, Grow(model.key, had)] if had > 0 else [*actions]
+
+
+Holder = tuple[ModelView, Held, bool]  # a model, its pages, and whether the model is kept while it works
+
+
+def _holders(
+    idle: Iterable[ModelView], order: Sequence[ModelView], asks: ModelView, yields: Yields, pages: Pages
+) -> list[Holder]:
+    """Models, except `asks`, that hold pages. Only models behind `asks` in `order` may yield."""
+    holders: list[Holder] = []
+    all_held, behind = pages.held, False
+    for model in idle:
+        held = all_held[model.key]
+        if model is not asks and (held.weights or held.kv):
+            holders.append((model, held, True))
+    for model in order:
+        if model is asks:
+            behind = True
+        elif model.key in all_held:
+            held = all_held[model.key]
+            if held.weights or held.kv:
+                holders.append((model, held, not (behind and yields(model))))
+    return holders
+
+
+def _coming(holders: Sequence[Holder]) -> int:
+    """Pages on their way back, of models being parked or closed. Clean weights left by a park can be taken at once."""
+    return sum([held.weights + held.kv for model, held, _ in holders if model.phase in _LEAVING])
+
+
+def _most(holders: Sequence[Holder]) -> int:
+    """Upper bound on the pages that the holders could give."""
+    return sum([held.kv_spare if kept and model.works else held.weights + held.kv for model, held, kept in holders])
+
+
+def _holdings(holders: Sequence[Holder], room_pages: float, now: float) -> list[ModelHolding]:
+    """Holdings for the eviction policy. Models that move are left out: no page can be taken from them."""
+    return [_holding(model, held, kept, room_pages, now) for model, held, kept in holders if model.phase in _STILL]
+
+
+def _freed(actions: Sequence[Action]) -> int:
+    return sum([action.pages for action in actions if isinstance(action, Evict | Shrink)])
+
+
+def _spare(model: ModelView, held: Held, room_pages: float) -> int:
+    """Spare KV pages that neither running nor waiting requests of the model are about to use."""
+    if model.demand.fresh or held.kv_wanted > held.kv:
+        return 0
+    return (
+        max(0, min(held.kv_spare, held.kv - model.kv_wanted(held, room_pages)))
+        if model.queues.waiting
+        else held.kv_spare
+    )
+
+
+def _holding(model: ModelView, held: Held, kept: bool, room_pages: float, now: float) -> ModelHolding:
+    spare, resident = _spare(model, held, room_pages), model.phase is Phase.RESIDENT
+    if model.works:
+        return ModelHolding(model.key, held.weights, held.kv, spare, resident, True, kept, model.used_at)
+    patience_s = model.spec.idle_s
+    if patience_s is None:
+        patience_s = model.queues.idle.value(now, model.loads.load_s)
+    return ModelHolding(
+        model.key,
+        held.weights,
+        held.kv,
+        spare,
+        resident,
+        works=False,
+        kept=kept,
+        used_at=model.used_at,
+        pinned=model.spec.pinned,
+        idle=(now - model.used_at) / max(patience_s, 1e-9),
+        unused_s=now - model.loads.came_at,
+        ttft_s=model.queues.ttft_s,
+        reload_s=model.loads.load_s,
+    )

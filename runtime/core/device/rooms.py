@@ -1,0 +1,46 @@
+"""Models of a device, grouped by the work due for them, so that no decision looks through every model. Pure."""
+
+from __future__ import annotations
+
+from runtime.core.device.model import Model, Phase, Wish
+from runtime.core.device.request import ModelKey
+
+
+class Rooms:
+    """Rooms of models. A model may be in several rooms, or in none."""
+
+    def __init__(self) -> None:
+        self.working: dict[ModelKey, Model] = {}  # models with requests, or with a wish to wake
+        self.resting: dict[ModelKey, Model] = {}  # models without work that time or an operator may change
+        self.upkeep: dict[ModelKey, Model] = {}  # models to be built, checked or closed
+
+    def file(self, model: Model) -> None:
+        """Put the model into its rooms. Call whenever the model's phase or wish has changed, or whether it has
+        requests."""
+        key, phase = model.key, model.phase
+        if model.works:
+            self.working[key] = model
+            self.resting.pop(key, None)
+        else:
+            self.working.pop(key, None)
+            if phase is Phase.RESIDENT or phase is Phase.FAILED or model.wish is Wish.ASLEEP:
+                self.resting[key] = model
+            else:
+                self.resting.pop(key, None)
+        if phase is Phase.CLOSING or phase is Phase.CHECKING or (phase is Phase.COLD and model.works):
+            self.upkeep[key] = model
+        else:
+            self.upkeep.pop(key, None)
+
+    def remove(self, key: ModelKey) -> None:
+        for room in (self.working, self.resting, self.upkeep):
+            room.pop(key, None)
+
+    def first_upkeep(self) -> Model:
+        """First model whose upkeep comes before any step: models to close, whose pages come back, then models to check,
+        then models to build. Call only if `upkeep` is not empty."""
+        for phase in (Phase.CLOSING, Phase.CHECKING):
+            for model in self.upkeep.values():
+                if model.phase is phase:
+                    return model
+        return next(iter(self.upkeep.values()))

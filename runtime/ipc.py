@@ -1,0 +1,290 @@
+"""Pipe between the two processes of a runtime: length-prefixed messages over a socket pair.
+
+The device process makes tokens and must not wait for the bus. The node process speaks to the bus and must not touch the
+interpreter lock of the engine. A runtime is therefore two processes, connected by this pipe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import struct
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from store.contract import views, wire
+
+_LENGTH = struct.Struct("<I")
+MESSAGE_MOST = 256 << 20  # bytes
+SEND_BUFFER = 4 << 20  # bytes held by the kernel while the receiver is busy
+
+
+class Began(msgspec.Struct, frozen=True):
+    """Settings of a new device process, passed as JSON in the command line. File descriptors are inherited."""
+
+    pipe_fd: int
+    policy: str
+    pool_bytes: int
+    host_bytes: int
+    host_fd: int = -1  # file of the host cache; -1: the process has a private cache
+    stepping_fd: int = -1  # see runtime/device/stepping.py
+    journal: str = ""
+    profile: str = ""  # file of this machine's costs; empty: costs are guessed
+    tensor_parallel: int = 1  # devices over which each model is split: see runtime/group/group.py
+    load_helpers: tuple[int, ...] = ()  # further devices that help to load
+
+    def arguments(self) -> list[str]:
+        return [msgspec.json.encode(self).decode()]
+
+    @staticmethod
+    def of(argument: str) -> Began:
+        return msgspec.json.decode(argument, type=Began)
+
+
+class Place(msgspec.Struct, frozen=True, tag="Place"):
+    spec: wire.EngineSpec
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag="Withdraw"):
+    model: str
+
+
+class Start(msgspec.Struct, frozen=True, tag="Start"):
+    run: wire.Run
+    grammar: bytes = b""  # compiled, as runtime/engine/compiling.py makes grammars; empty: the run has no grammar
+
+
+class Stop(msgspec.Struct, frozen=True, tag="Stop"):
+    """End streams of a gateway that no client wants any more."""
+
+    gateway: str
+    streams: list[int]
+
+
+class Order(msgspec.Struct, frozen=True, tag="Order"):
+    model: str
+    awake: bool
+
+
+# Migration of a request: `move` names the attempt. Copy, Commit, AbortMove and Release of store/contract/wire.py cross
+# the pipe as well. runtime/migration (migrate.py, handover.py) shows the order of the messages.
+
+
+class PrepareMove(msgspec.Struct, frozen=True, tag="PrepareMove"):
+    """Begin a migration, at its source or at its target.
+
+    The source begins to copy the running request out: Copy or a refusal follows. The target gets ready for the request,
+    and says MoveAnswer."""
+
+    prepare: wire.Prepare  # for the source without the payload
+    source: bool = False
+    grammar: bytes = b""  # for the target: compiled, as in Start
+
+    @property
+    def move(self) -> str:
+        return self.prepare.move
+
+    @property
+    def run(self) -> wire.Run:
+        return self.prepare.run
+
+
+class MoveAnswer(msgspec.Struct, frozen=True, tag="MoveAnswer"):
+    """Answer to a step of a migration. An empty `refusal` says that the step is done.
+
+    The target's device answers PrepareMove, Copy and Commit. The source's node answers Copy once the target has read
+    the blocks: the source's device then says Copy again, or Commit, or refuses, so that the request stays."""
+
+    move: str
+    refusal: str = ""
+    waits: bool = False  # with a refusal of the source: the request has not begun yet
+
+
+class ShowDevicePages(msgspec.Struct, frozen=True, tag="ShowPages"):
+    """Ask for the map of the pool; answered by Mapped, between two steps."""
+
+
+class Quit(msgspec.Struct, frozen=True, tag="Quit"):
+    """End the process after the step under way."""
+
+
+ToDevice = (
+    Place
+    | Withdraw
+    | Start
+    | Stop
+    | Order
+    | PrepareMove
+    | MoveAnswer
+    | wire.Copy
+    | wire.Commit
+    | wire.AbortMove
+    | wire.Release
+    | ShowDevicePages
+    | Quit
+)
+
+
+class DeviceReady(msgspec.Struct, frozen=True, tag="Ready"):
+    """The device process can take commands."""
+
+    engine: str
+    life: int  # number of the device process's life: see runtime/memory/images.py
+
+
+class Formed(msgspec.Struct, frozen=True, tag="Formed"):
+    """The engine of a model was built; sent before any output of the engine."""
+
+    model: str
+    form: wire.KvForm
+
+
+class Made(msgspec.Struct, frozen=True, tag="Made"):
+    """Deltas made by a step or an event, by gateway."""
+
+    deltas: dict[str, list[wire.Delta]]
+
+
+class State(msgspec.Struct, frozen=True, tag="State"):
+    """State of the device and its models; sent soon after a model moved, when the device comes to rest, and every
+    second."""
+
+    holder: str = ""
+    switches: int = 0
+    models: dict[str, wire.ModelState] = {}
+    page_bytes: int = 0
+    pages_total: int = 0
+    pages_used: int = 0
+    attainment: dict[str, wire.Attained] = {}  # by label
+    accounts: wire.Accounts = wire.Accounts()
+    wakes: dict[str, wire.Spread] = {}
+    switch_times: wire.Spread = wire.Spread()
+
+
+class Passed(msgspec.Struct, frozen=True, tag="Passed"):
+    """Uses of the device's time since the last Passed; sent ahead of each State.
+
+    Times are microseconds on the device's clock."""
+
+    spans: list[views.Span]
+    stages: list[views.Stage]
+    now: views.Use  # use of the time since the last span, as far as known
+
+
+class Mapped(msgspec.Struct, frozen=True, tag="Mapped"):
+    """Map of the device pool; answers ShowPages."""
+
+    runs: list[views.PageRun]
+
+
+ToNode = DeviceReady | Formed | Made | State | Passed | Mapped | MoveAnswer | wire.Copy | wire.Commit | wire.Release
+
+_encoder = msgspec.msgpack.Encoder()
+_to_device = msgspec.msgpack.Decoder(ToDevice)
+_to_node = msgspec.msgpack.Decoder(ToNode)
+
+
+def _framed(message: ToDevice | ToNode) -> bytes:
+    data = _encoder.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Makes a connected socket pair: (node's end, device's end)."""
+    node, device = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    for end in (node, device):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    return node, device
+
+
+class DeviceEnd:
+    """Device's end of the pipe. Blocks only in `wait`; bytes that the kernel does not take at once are sent later."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._in = bytearray()
+        self._out = bytearray()
+        self.closed = False
+
+    @property
+    def backlog(self) -> int:
+        """Bytes of sent messages not taken by the kernel yet."""
+        return len(self._out)
+
+    def send(self, message: ToNode) -> None:
+        self._out += _framed(message)
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._out:
+                del self._out[: self._socket.send(self._out)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.closed = True
+
+    def receive(self) -> list[ToDevice]:
+        """Messages that have arrived whole, without waiting. Sets `closed` if the node is gone."""
+        try:
+            while data := self._socket.recv(1 << 20):
+                self._in += data
+            self.closed = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.closed = True
+        return self._messages()
+
+    def _messages(self) -> list[ToDevice]:
+        messages: list[ToDevice] = []
+        start = 0
+        while len(self._in) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._in, start)
+            end = start + _LENGTH.size + length
+            if len(self._in) < end:
+                break
+            messages.append(_to_device.decode(memoryview(self._in)[start + _LENGTH.size : end].tobytes()))
+            start = end
+        if start:
+            del self._in[:start]
+        return messages
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Waits until bytes have arrived, the backlog can move, or the time is up.
+
+        Uses `select`: `poll` counts whole milliseconds, and a transfer may be over sooner."""
+        readers, writers = [self._socket], [self._socket] if self._out else []
+        select.select(readers, writers, [], None if timeout_s is None else max(0.0, timeout_s))
+        if self._out:
+            self.flush()
+
+
+class NodeEnd:
+    """Node's end of the pipe, for asyncio."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def open(cls, end: socket.socket) -> NodeEnd:
+        reader, writer = await asyncio.open_unix_connection(sock=end, limit=MESSAGE_MOST)
+        return cls(reader, writer)
+
+    def send(self, message: ToDevice) -> None:
+        self._writer.write(_framed(message))
+
+    async def messages(self) -> AsyncIterator[ToNode]:
+        """Messages from the device, in order; ends when the device process is gone."""
+        try:
+            while True:
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                yield _to_node.decode(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+
+    def close(self) -> None:
+        self._writer.close()

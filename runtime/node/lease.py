@@ -1,0 +1,78 @@
+"""The lease of a runtime: sign of life and state for gateways, the scheduler and other runtimes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from runtime.migration.host import Host
+from runtime.migration.migrate import Migrations
+from runtime.node.child import DeviceChild
+from runtime.node.gateways import Gateways
+from runtime.node.own import OwnState
+from runtime.node.serving import ModelServing
+from store.bus import Bus, BusError
+from store.contract import wire
+
+LEASE_PERIOD_S = 1.0
+
+
+class LeaseKeeper:
+    """Renews the lease of a runtime. `law`: costs of any model on this device."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        own: OwnState,
+        host: Host,
+        gateways: Gateways,
+        serving: ModelServing,
+        child: DeviceChild,
+        migrations: Migrations,
+        law: dict[str, float],
+    ) -> None:
+        self._bus, self._own, self._host, self._gateways = bus, own, host, gateways
+        self._serving, self._child, self._migrations, self._law = serving, child, migrations, law
+
+    async def keep(self) -> None:
+        """Renew the lease every LEASE_PERIOD_S seconds, and at once if `lease_due` is set."""
+        due = self._own.lease_due
+        while True:
+            due.clear()
+            with contextlib.suppress(BusError):  # NATS is away: the lease runs out, gateways know
+                await self._bus.put(wire.LEASES, self._own.id, self.lease(), LEASE_PERIOD_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LEASE_PERIOD_S):  # wait_for of Python 3.11 may swallow a cancellation
+                    await due.wait()
+
+    def lease(self) -> wire.Lease:
+        own, state = self._own, self._own.state
+        return wire.Lease(
+            runtime=own.id,
+            epoch=own.epoch,
+            engine=own.engine if own.device else "",
+            draining=own.draining,
+            role=own.role,
+            host_cache=self._host.host_cache_id,
+            receives_at=self._host.door.address,
+            reads=self._host.door.agents is not None,
+            holder=state.holder,
+            switches=state.switches,
+            moved=self._migrations.moved,
+            false_losses=self._gateways.false_losses,
+            page_bytes=state.page_bytes,
+            pages_total=state.pages_total,
+            pages_used=state.pages_used,
+            models=self._models(),
+            attainment=state.attainment,
+            accounts=state.accounts,
+            wakes=state.wakes,
+            law=self._law,
+            switch_times=state.switch_times,
+        )
+
+    def _models(self) -> dict[str, wire.ModelState]:
+        """States of models for the lease: without leaving models, and with models in quarantine marked."""
+        shown = self._child.stepping.shown_in(self._own.state.models, self._serving.leaving)
+        return self._child.quarantine.shown_in(shown, self._serving.hosted, time.monotonic())

@@ -1,0 +1,333 @@
+"""The scheduler: looks at the whole fleet once a second, orders runtimes to give requests to less loaded runtimes,
+places models with limited replicas on runtimes, and says how many runtimes there should be.
+
+The scheduler knows the leases of the runtimes: sums for each model, and no single requests. The scheduler keeps no
+state: a new scheduler begins with the next leases where the last scheduler stopped. A single scheduler leads at a time.
+Orders carry the term of the lead, and runtimes refuse orders of an earlier term. No process waits for the scheduler:
+without a scheduler, gateways go on choosing by the leases, and only badly spread load stays badly spread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+import uuid
+
+import structlog
+import uvloop
+
+from runtime.config import SchedulerSettings
+from runtime.core.device.request import ModelKey
+from runtime.core.fleet.assignment import Placing
+from runtime.core.fleet.cluster import JOIN_S_MOST, Cluster, DrainOrder, Join, MigrateOrder, Order, Rules
+from runtime.core.fleet.rebalance import Load
+from runtime.core.fleet.scaling import Band
+from store.bus import LEASE_TTL_S, Bus, BusError, ended
+from store.contract import grants, wire
+from store.settings import read
+from store.telemetry import observe, signs
+
+log = structlog.get_logger()
+
+ROLE = "scheduler"
+TICK_S = 1.0  # also the interval between two reports of a runtime
+ALL = 1 << 20  # requests: more than a runtime has
+
+
+class LeasedFleet:
+    """Feeds the pure `Cluster` and `Placing` with leases and turns their orders into messages.
+
+    In the cluster runtimes are numbered devices; numbers of forgotten runtimes are used again."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.cluster = Cluster(0, {}, rules)
+        self.placing = Placing()
+        self._numbers: dict[str, int] = {}
+        self._names: list[str] = []  # by number
+        self._unused: list[int] = []  # numbers of runtimes that will not come back
+        self._leases: dict[str, wire.Lease] = {}  # last leases of the runtimes present
+        self._heard_at: dict[str, float] = {}  # time of the last lease, also for runtimes that are gone
+        self._specs: dict[str, wire.EngineSpec] = {}
+        self.draining: set[str] = set()  # runtimes with draining leases, and runtimes told to drain
+
+    # ── told ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def spec_changed(self, key: str, value: bytes | None) -> None:
+        spec = None if value is None else wire.decode(wire.EngineSpec, value)
+        self.placing.spec_changed(key, spec)
+        if spec is None:
+            self._specs.pop(key, None)
+        else:
+            self._specs[key] = spec
+
+    def places_changed(self, key: str, value: bytes | None) -> None:
+        self.placing.places_changed(key, None if value is None else wire.decode(wire.Places, value))
+
+    def heard(self, lease: wire.Lease, now: float) -> None:
+        if not lease.engine:  # the device process is being started
+            self.gone(lease.runtime)
+            return
+        number = self._number(lease)
+        self._leases[lease.runtime], self._heard_at[lease.runtime] = lease, now
+        self.placing.hear(lease, now)
+        if self.cluster.devices[number].there:
+            self.cluster.hear(self._load(number, lease, now))
+
+    def _number(self, lease: wire.Lease) -> int:
+        """Number of the lease's runtime. Tells the cluster of a runtime that came, restarted, drains or stays.
+
+        A restarted runtime is a new device under the old number."""
+        id, known = lease.runtime, self._numbers.get(lease.runtime)
+        if known is None:
+            known = self._numbers[id] = self._take_number(id)
+            self.cluster.joined(known)
+        device, before = self.cluster.devices[known], self._leases.get(id)
+        anew = before is not None and before.epoch != lease.epoch
+        takes_again = before is not None and before.draining and not lease.draining
+        if device.there and anew:
+            self.cluster.died(known)
+        elif device.drains and device.there and takes_again:
+            self.cluster.stays(known)
+        if lease.draining:
+            self.draining.add(id)
+        elif anew or takes_again:
+            self.draining.discard(id)
+        if not self.cluster.devices[known].there and not lease.draining:
+            self.cluster.joined(known)
+        if lease.draining and self.cluster.devices[known].there:
+            self.cluster.leaves(known)
+        return known
+
+    def _take_number(self, id: str) -> int:
+        if self._unused:
+            number = self._unused.pop()
+            self._names[number] = id
+            return number
+        self._names.append(id)
+        return len(self._names) - 1
+
+    def _load(self, number: int, lease: wire.Lease, now: float) -> Load:
+        models = lease.models.items()
+        weights = sum(state.weights_pages for _, state in models)
+        used = sum(state.kv_pages for _, state in models)
+        step_bytes = sum(
+            self._specs[key].kv_bytes_per_token * state.running for key, state in models if key in self._specs
+        )
+        head = max([state.head_bytes for _, state in models], default=0)  # the next request to run is no larger
+        waited = sum(state.head_bytes + state.queued_bytes for _, state in models)
+        shares = {ModelKey(key): state.busy for key, state in models if state.busy}
+        return Load(
+            device=number,
+            at=now,
+            kv_bytes=(lease.pages_total - weights) * lease.page_bytes,
+            used_bytes=used * lease.page_bytes + head,
+            step_bytes=step_bytes,
+            running=sum(state.running for _, state in models),
+            waiting=sum(state.waiting for _, state in models),
+            busy=sum(shares.values()),
+            shares=shares,
+            queued_bytes=waited - head,
+            least_bytes=min([s.least_bytes for _, s in models if s.least_bytes is not None], default=None),
+        )
+
+    def gone(self, runtime: str) -> None:
+        lease = self._leases.pop(runtime, None)
+        self.placing.gone(runtime)
+        if lease is None:
+            return
+        number = self._numbers[runtime]
+        if self.cluster.devices[number].there:
+            self.cluster.died(number)
+        if lease.draining:  # the runtime was told to go
+            self.cluster.forgotten(number)
+        self.draining.discard(runtime)
+
+    def _forget(self, runtime: str) -> None:
+        """Forgets a runtime gone for good. Names may be new at each start, so old names must not pile up."""
+        del self._heard_at[runtime]
+        number = self._numbers.pop(runtime)
+        self.cluster.forgotten(number)
+        self._unused.append(number)
+
+    def settled(self, runtime: str) -> None:
+        self.cluster.settled(self._numbers[runtime])
+
+    # ── asked ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def tick(self, now: float) -> list[tuple[str, wire.Migrate | wire.Drain]]:
+        """Orders to send now, as pairs of runtime and message; first drops runtimes without a recent lease."""
+        for runtime, at in list(self._heard_at.items()):
+            if now - at > LEASE_TTL_S:
+                self.gone(runtime)
+            if now - at > JOIN_S_MOST:
+                self._forget(runtime)
+        return [said for order in self.cluster.tick(now) for said in self._said(order)]
+
+    def _said(self, order: Order) -> list[tuple[str, wire.Migrate | wire.Drain]]:
+        match order:
+            case MigrateOrder(source, target, model):
+                return self._migrate(self._names[source], self._names[target], model)
+            case DrainOrder(device):
+                self.draining.add(self._names[device])
+                return [(self._names[device], wire.Drain(on=True))]
+            case Join(count):
+                again = sorted(self.draining)[:count]  # draining runtimes are still present
+                self.draining.difference_update(again)
+                return [(runtime, wire.Drain(on=False)) for runtime in again]
+        return []
+
+    def _migrate(self, source: str, target: str, model: ModelKey | None) -> list[tuple[str, wire.Migrate | wire.Drain]]:
+        if model is not None and model not in self._leases[target].models:
+            self.settled(source)
+            return []
+        return [(source, wire.Migrate(target=target, model=model or "", count=1 if model is None else ALL))]
+
+    def wish(self, holder: str, term: int) -> wire.Leader:
+        """Message of the leader about its term, the number of runtimes wanted, and the runtimes no longer needed."""
+        wanted = self.cluster.wanted if self.cluster.rules.band is not None else 0
+        return wire.Leader(holder=holder, term=term, wanted=wanted, draining=sorted(self.draining))
+
+
+class Scheduler:
+    """Scheduler process: takes the lead if no process has the lead, and gives orders while leading."""
+
+    def __init__(self, bus: Bus, rules: Rules, name: str) -> None:
+        self._bus, self._rules, self._name = bus, rules, name
+        self._fleet = LeasedFleet(rules)
+        self._term = 0  # term of this lead; 0: this process does not lead
+        self._last = 0  # revision of the leader's key when the lead was last kept
+        self._placed = 0  # last term in which every place was written
+        self.orders = 0
+
+    @property
+    def leads(self) -> bool:
+        return self._term > 0
+
+    async def run(self, stop: asyncio.Event) -> None:
+        self._bus.on_lost(self._bus_lost)
+        await self._bus.watch(wire.MODELS, self._fleet.spec_changed)
+        await self._bus.watch(wire.PLACES, self._fleet.places_changed)
+        await self._bus.watch(wire.LEASES, self._lease_changed)
+        while not stop.is_set():
+            try:
+                await self._lead()
+                if self.leads:
+                    await self._place()
+                if self.leads:
+                    await self._give_orders()
+            except BusError as error:
+                self._term = 0
+                log.warning("scheduler.bus_away", error=str(error))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await stop.wait()
+        if self.leads:
+            with contextlib.suppress(BusError):
+                await self._bus.delete(wire.LEADER, ROLE)
+
+    def _bus_lost(self, names: frozenset[str]) -> None:
+        """Has every place written again if the bucket of places was lost."""
+        if wire.PLACES in names:
+            self._placed = 0
+
+    async def _lead(self) -> None:
+        if not self.leads:
+            lead = await self._bus.take_lead(ROLE, self._name)
+            if lead is None:
+                return
+            self._term, self._last = lead.term, lead.last
+            log.info("scheduler.leads", term=self._term)
+        kept = await self._bus.keep_lead(ROLE, self._fleet.wish(self._name, self._term), self._last)
+        if kept is None:
+            log.warning("scheduler.lead_lost", term=self._term)
+            self._term = 0
+        else:
+            self._last = kept
+
+    def _lease_changed(self, id: str, value: bytes | None) -> None:
+        if value is None:
+            self._fleet.gone(id)
+        else:
+            self._fleet.heard(wire.decode(wire.Lease, value), time.monotonic())
+
+    async def _place(self) -> None:
+        """Writes changed places; a new leader first writes every place again, with its term.
+
+        An earlier leader, unaware of losing the lead, can't change places of a later term."""
+        placing, term = self._fleet.placing, self._term
+        said = {} if self._placed == term else placing.places
+        for key, places in (said | placing.decide(time.monotonic())).items():
+            if not await self._say(key, places and wire.replace(places, term=term)):
+                return
+        self._placed = term
+
+    async def _say(self, key: str, places: wire.Places | None) -> bool:
+        """Writes the places of a model. Returns False if a later leader or an unknown writer wrote meanwhile."""
+        known, last = await self._bus.read(wire.PLACES, key, wire.Places)
+        if known is not None and known.term > self._term:
+            log.warning("scheduler.lead_lost", term=self._term)
+            self._term = 0
+            return False
+        if places is None:
+            await self._bus.delete(wire.PLACES, key, last)
+        else:
+            log.info("scheduler.place", model=key, runtimes=places.runtimes, leaving=places.leaving)
+            if await self._bus.swap(wire.PLACES, key, places, last) is None:
+                return False
+        self._fleet.placing.places_changed(key, places)
+        return True
+
+    async def _give_orders(self) -> None:
+        for runtime, order in self._fleet.tick(time.monotonic()):
+            self.orders += 1
+            refusal = await self._order(runtime, wire.replace(order, term=self._term))
+            log.info("scheduler.order", runtime=runtime, refusal=refusal, **_shown(order))
+            if refusal and isinstance(order, wire.Migrate):
+                self._fleet.settled(runtime)
+
+    async def _order(self, runtime: str, order: wire.Migrate | wire.Drain) -> str:
+        """Sends an order and returns why the runtime does not obey; "" if the runtime obeys."""
+        subject = wire.migrate_subject if isinstance(order, wire.Migrate) else wire.drain_subject
+        try:
+            reply = wire.decode(wire.Reply, await self._bus.request(subject(runtime), order, TICK_S))
+        except BusError as error:
+            return str(error)
+        return reply.reason if reply.refusal is not None else ""
+
+
+def _shown(order: wire.Migrate | wire.Drain) -> dict[str, object]:
+    match order:
+        case wire.Migrate(target=target, model=model):
+            return {"target": target, "model": model}
+        case wire.Drain(on=on):
+            return {"drain": on}
+
+
+async def serve(settings: SchedulerSettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
+    name = f"scheduler-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    identity = (grants.SCHEDULER, settings.nats_credentials, settings.nats_ca)
+    async with Bus.connect(settings.nats_url, name, *identity) as bus:
+        band = Band(settings.runtimes_least, settings.runtimes_most) if settings.runtimes_most else None
+        giving = asyncio.create_task(signs.give(lambda: bus.connected))
+        await Scheduler(bus, Rules(migrate=True, band=band), name).run(stop)
+        await ended(giving)
+
+
+def main() -> int:
+    observe.configure_logs("scheduler")
+    try:
+        settings = read(SchedulerSettings)
+        settings.check()
+        uvloop.run(serve(settings))
+    except (ValueError, BusError) as error:
+        print(f"scheduler: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,1 @@
+"""Dispatch in the simulator: as gateways choose, and as the compared policies choose."""

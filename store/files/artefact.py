@@ -1,0 +1,390 @@
+"""Inspection of a model's folder before loading. An inspected folder is an artefact, named by the content's digest.
+
+Safetensors only, no code, no file from outside the folder: a model is data written by strangers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from store.files import safetensors
+
+CONFIG_MOST = 4 << 20  # bytes of a config file
+TOKENIZER_MOST = 128 << 20
+CONTEXT_DEFAULT = 2048  # tokens, if the config does not say: vLLM's default
+
+INDEX = "model.safetensors.index.json"
+CONFIGS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+)
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "chat_template.jinja",
+)
+# Sets of files that make a tokenizer.
+TOKENIZER_SETS = (
+    {"tokenizer.json"},
+    {"tokenizer.model"},
+    {"tekken.json"},
+    {"vocab.json", "merges.txt"},
+    {"vocab.txt"},
+    {"spiece.model"},
+)
+LEARNED = ("wpe.weight", "decoder.embed_positions.weight")  # tables of learned positions of language models
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+_TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+T = TypeVar("T")
+
+
+class ArtefactRefused(Exception):
+    """Error of a folder that cannot be served; the message names the fault, the number and the remedy."""
+
+
+@dataclass(frozen=True)
+class File:
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Artefact:
+    digest: str
+    architecture: str
+    dtype: str  # type of most weights
+    weight_bytes: int  # in the files
+    kv_bytes_per_token: int  # at two bytes an element
+    context_tokens: int
+    files: tuple[File, ...]
+
+    def weight_bytes_as(self, dtype: str) -> int:
+        """Return the size of the weights in memory under a dtype.
+
+        `auto` keeps 16 bits and turns 32 bits into 16, as vLLM does. Quantised weights keep their size."""
+        if self.dtype == "float32":
+            return self.weight_bytes if dtype == "float32" else self.weight_bytes // 2
+        if self.dtype in ("float16", "bfloat16"):
+            return self.weight_bytes * 2 if dtype == "float32" else self.weight_bytes
+        return self.weight_bytes
+
+
+def inspect(
+    folder: Path, supported: frozenset[str], roots: tuple[Path, ...] = (Path("/"),), progress: Progress | None = None
+) -> Artefact:
+    """Inspect a folder. Reads every byte: call off the event loop. Raises Refused.
+
+    `supported`: architectures that vLLM serves. Links may lead only to files below `roots`."""
+    try:
+        return _Folder(folder, roots).artefact(supported, progress or (lambda done, total: None))
+    except OSError as error:
+        raise ArtefactRefused(
+            f"{error.filename or folder}: {error.strerror}: make it readable for the platform"
+        ) from error
+
+
+def settings(folder: Path, supported: frozenset[str]) -> list[str] | None:
+    """Check a model before the weights are fetched. Return the weight files named by the index; None without an index.
+
+    Raises Refused."""
+    return _Folder(folder, (Path("/"),)).settings(supported)
+
+
+# ── config.json, as far as it concerns us ─────────────────────────────────────────────────────────────────────────────
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    """Sizes of the language model, under the names used by the families of models."""
+
+    num_hidden_layers: int | None = None
+    n_layer: int | None = None
+    num_layers: int | None = None
+    num_attention_heads: int | None = None
+    n_head: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_size: int | None = None
+    n_embd: int | None = None
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    max_position_embeddings: int | None = None
+    n_positions: int | None = None
+    max_sequence_length: int | None = None
+    max_seq_len: int | None = None
+    seq_length: int | None = None
+    model_max_length: int | None = None
+    rope_parameters: Any = None
+    rope_scaling: Any = None
+
+    def position_rows(self) -> int | None:
+        """Return how many positions the smallest table of rotary embeddings holds; None if the config bounds no table.
+
+        vLLM makes a YaRN table of original_max_position_embeddings * factor rows, whatever max_position_embeddings
+        says, and reads past the table's end without a word."""
+        rows = [_yarn_rows(rope) for given in (self.rope_parameters, self.rope_scaling) for rope in _ropes(given)]
+        return min((number for number in rows if number), default=None)
+
+    def kv_elements_per_token(self) -> int | None:
+        """Return 2 (K and V) × layers × heads × elements of a head; latent attention keeps a single vector a layer."""
+        layers = self.num_hidden_layers or self.n_layer or self.num_layers
+        if layers and self.kv_lora_rank:
+            return layers * (self.kv_lora_rank + (self.qk_rope_head_dim or 0))
+        heads = self.num_attention_heads or self.n_head
+        width = self.hidden_size or self.n_embd
+        head_dim = self.head_dim or (width // heads if width and heads else None)
+        if not layers or not heads or not head_dim:
+            return None
+        return 2 * layers * (self.num_key_value_heads or heads) * head_dim
+
+    def context_tokens(self) -> int:
+        named = (
+            self.max_position_embeddings,
+            self.n_positions,
+            self.max_sequence_length,
+            self.max_seq_len,
+            self.seq_length,
+            self.model_max_length,
+        )
+        return min((number for number in named if number), default=CONTEXT_DEFAULT)
+
+
+YARN = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")  # kinds of rope with a table of such a size in vLLM
+
+
+def _ropes(given: Any) -> list[dict[str, Any]]:
+    """Return the ropes of a config: a single rope, or a rope for each kind of layer."""
+    if not isinstance(given, dict):
+        return []
+    return [given, *(rope for rope in given.values() if isinstance(rope, dict))]
+
+
+def _yarn_rows(rope: dict[str, Any]) -> int | None:
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if rope.get("rope_type", rope.get("type")) not in YARN:
+        return None
+    return int(original * factor) if isinstance(original, int) and isinstance(factor, int | float) else None
+
+
+class Config(TextConfig, frozen=True):
+    architectures: list[str] = []
+    auto_map: Any = None
+    text_config: TextConfig | None = None
+
+
+class TokenizerConfig(msgspec.Struct, frozen=True):
+    auto_map: Any = None
+    model_max_length: float | None = None
+
+
+class WeightIndex(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+# ── the folder ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Folder:
+    """Relevant files of a model, each checked to be a plain file from an allowed place."""
+
+    def __init__(self, folder: Path, roots: tuple[Path, ...]) -> None:
+        if not folder.is_dir():
+            raise ArtefactRefused(f"{folder} is not a folder: give the one that holds config.json")
+        self._folder = folder.resolve()
+        # The hub's cache links each snapshot's files to ../../blobs.
+        hub = self._folder.parent.name == "snapshots"
+        self._roots, self._bounds = roots, self._folder.parents[1] if hub else self._folder
+        self._names = sorted(path.name for path in self._folder.iterdir())
+
+    def artefact(self, supported: frozenset[str], progress: Progress) -> Artefact:
+        self._refuse_code()
+        config = self._config(supported)
+        headers = self._weights()
+        self._check_tokenizer()
+        sizes = config.text_config or config
+        elements = sizes.kv_elements_per_token() or config.kv_elements_per_token()
+        if not elements:
+            raise ArtefactRefused(
+                "config.json does not say how many layers and heads the model has: give its original file"
+            )
+        files = self._hash([*(n for n in (*CONFIGS, *TOKENIZERS, INDEX) if n in self._names), *headers], progress)
+        by_dtype: dict[str, int] = {}
+        for header in headers.values():
+            for dtype, size in header.bytes_by_dtype().items():
+                by_dtype[dtype] = by_dtype.get(dtype, 0) + size
+        most = max(sorted(by_dtype), key=by_dtype.__getitem__, default="")
+        if not most:
+            raise ArtefactRefused("the safetensors files hold no tensor: copy the model's weights again")
+        return Artefact(
+            digest=_digest(files),
+            architecture=config.architectures[0],
+            dtype=_TORCH_DTYPES.get(most, most.lower()),
+            weight_bytes=sum(by_dtype.values()),
+            kv_bytes_per_token=2 * elements,
+            context_tokens=self._context_tokens(sizes, {} if config.text_config else headers),
+            files=tuple(files),
+        )
+
+    def settings(self, supported: frozenset[str]) -> list[str] | None:
+        self._refuse_code()
+        self._config(supported)
+        self._check_tokenizer()
+        return self._shards() if INDEX in self._names else None
+
+    def _refuse_code(self) -> None:
+        if code := [name for name in self._names if name.endswith(".py")]:
+            raise ArtefactRefused(
+                f"{code[0]} is program code, which is never run: use a model that vLLM knows by itself"
+            )
+
+    def _config(self, supported: frozenset[str]) -> Config:
+        if "config.json" not in self._names:
+            raise ArtefactRefused(f"{self._folder} has no config.json: give the folder that holds the model's files")
+        config = self._json("config.json", Config)
+        if config.auto_map is not None:
+            raise ArtefactRefused(
+                "config.json has auto_map, which asks for remote code: use a model that vLLM knows by itself"
+            )
+        if not config.architectures:
+            raise ArtefactRefused("config.json names no architectures: give the model's original file")
+        if config.architectures[0] not in supported:
+            raise ArtefactRefused(
+                f"architecture {config.architectures[0]!r} is not one that this version's vLLM serves"
+            )
+        return config
+
+    def _check_tokenizer(self) -> None:
+        if not any(needed <= set(self._names) for needed in TOKENIZER_SETS):
+            raise ArtefactRefused("there is no tokenizer (tokenizer.json or tokenizer.model): add the model's own")
+        for name in TOKENIZERS:
+            if name in self._names:
+                self._size(name, TOKENIZER_MOST)
+        if "tokenizer_config.json" in self._names and self._tokenizer_config().auto_map is not None:
+            raise ArtefactRefused(
+                "tokenizer_config.json has auto_map, which asks for remote code: use a known tokenizer"
+            )
+
+    def _tokenizer_config(self) -> TokenizerConfig:
+        return self._json("tokenizer_config.json", TokenizerConfig)
+
+    def _context_tokens(self, sizes: TextConfig, headers: dict[str, safetensors.Header]) -> int:
+        """Return the context, in tokens: as in vLLM, the smaller limit of config and tokenizer.
+
+        An unset limit of a tokenizer is absurdly large. Raises Refused if a table of positions, computed or among the
+        weights in `headers`, has fewer rows than the config's limit."""
+        tokens = sizes.context_tokens()
+        if (rows := sizes.position_rows()) is not None and tokens > rows:
+            raise ArtefactRefused(
+                f"config.json allows {tokens} positions, and the table of its rotary embeddings (YaRN) ends after "
+                f"{rows}: set max_position_embeddings to {rows}, or give the model's own rope factor"
+            )
+        for name, rows in _learned_positions(headers):
+            if rows < tokens:
+                raise ArtefactRefused(
+                    f"config.json allows {tokens} positions, and {name} has {rows} rows: set max_position_embeddings "
+                    f"to {rows}, or give the model's own weights"
+                )
+        if "tokenizer_config.json" in self._names and (limit := self._tokenizer_config().model_max_length):
+            return max(1, int(min(tokens, limit)))
+        return tokens
+
+    # ── weights ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _weights(self) -> dict[str, safetensors.Header]:
+        """Return the header of each weight file by name: files named by the index; without an index, every file."""
+        found = [name for name in self._names if name.endswith(".safetensors")]
+        if not found and (pickles := [name for name in self._names if name.endswith(PICKLES)]):
+            raise ArtefactRefused(f"{pickles[0]} is a pickle, which can run code: convert the weights to safetensors")
+        if not found:
+            raise ArtefactRefused(f"{self._folder} has no *.safetensors: add the model's weights")
+        if INDEX not in self._names:
+            return {name: self._header(name) for name in found}
+        index = self._json(INDEX, WeightIndex, most=TOKENIZER_MOST).weight_map
+        shards = self._shards()
+        if missing := [shard for shard in shards if shard not in found]:
+            raise ArtefactRefused(
+                f"{INDEX} names {missing[0]!r}, which is not in the folder ({len(missing)} of {len(shards)})"
+            )
+        headers = {shard: self._header(shard) for shard in shards}
+        if lost := [tensor for tensor, shard in index.items() if tensor not in headers[shard].tensors]:
+            raise ArtefactRefused(
+                f"{INDEX} puts {lost[0]!r} into {index[lost[0]]}, which does not have it: copy both again"
+            )
+        return headers
+
+    def _shards(self) -> list[str]:
+        return sorted(set(self._json(INDEX, WeightIndex, most=TOKENIZER_MOST).weight_map.values()))
+
+    def _header(self, name: str) -> safetensors.Header:
+        self._size(name)
+        try:
+            return safetensors.read_header(self._folder / name)
+        except safetensors.Broken as error:
+            raise ArtefactRefused(f"{name} {error}: it is damaged or cut short, copy it again") from error
+
+    # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _size(self, name: str, most: int | None = None) -> int:
+        """Return the size of a plain file in an allowed place. Raises Refused if the file breaks a rule."""
+        path = (self._folder / name).resolve()
+        if not path.is_relative_to(self._bounds) or not any(path.is_relative_to(root) for root in self._roots):
+            raise ArtefactRefused(f"{name} is a link that leads out of the model's folder: put the file itself there")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ArtefactRefused(f"{name} is not a plain file: put the file itself there")
+        if most is not None and status.st_size > most:
+            raise ArtefactRefused(f"{name} has {status.st_size} bytes, more than {most}: it is not what its name says")
+        return status.st_size
+
+    def _json(self, name: str, kind: type[T], most: int = CONFIG_MOST) -> T:
+        self._size(name, most)
+        try:
+            return msgspec.json.decode((self._folder / name).read_bytes(), type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ArtefactRefused(f"{name} can't be read: {error}: copy it again") from error
+
+    def _hash(self, names: list[str], progress: Progress) -> list[File]:
+        sizes = {name: self._size(name) for name in sorted(names)}
+        done, total = 0, sum(sizes.values())
+        files = []
+        for name, size in sizes.items():
+            with (self._folder / name).open("rb") as file:
+                sha256 = hashlib.sha256()
+                while chunk := file.read(1 << 20):
+                    sha256.update(chunk)
+                    done += len(chunk)
+                    progress(done, total)
+            files.append(File(name, size, sha256.hexdigest()))
+        return files
+
+
+def _learned_positions(headers: dict[str, safetensors.Header]) -> list[tuple[str, int]]:
+    """Return tensors with a row for each position, and their rows; [] if the model computes positions."""
+    tensors = [named for header in headers.values() for named in header.tensors.items()]
+    return [(name, tensor.shape[0]) for name, tensor in tensors if name.endswith(LEARNED) and tensor.shape]
+
+
+def _digest(files: list[File]) -> str:
+    lines = "".join(f"{file.name}\0{file.size}\0{file.sha256}\n" for file in files)
+    return hashlib.sha256(lines.encode()).hexdigest()

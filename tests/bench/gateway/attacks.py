@@ -1,0 +1,138 @@
+"""Single requests of one tenant that ask for much, for `bench_abuse.py`: requests beyond the default bounds, answered
+with 400, and the largest requests within the bounds. A process with the lowest priority sends the requests: a job a
+line in, the statuses of the answers a line out.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from gateway.core.extent import ExtentLimits
+
+MODEL = "target"  # the attacker's deployment; the neighbour streams from a different model
+ATTACKER = "127.0.0.2"  # its address
+PAUSE_S = 1.0  # between two requests: the bench asks what a request does to the neighbours, not what a flood does
+ANSWER_S = 60.0  # longest wait for one answer
+LIMITS = ExtentLimits()
+CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/v1/tokenize"
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A request, sent again PAUSE_S after each answer until a window ends."""
+
+    name: str
+    path: str
+    body: Callable[[], dict[str, Any]]  # without the model
+    refused: bool = False  # by the default bounds: each answer is a 400
+
+    def text(self) -> bytes:
+        return json.dumps({"model": MODEL, **self.body()}, separators=(",", ":")).encode()
+
+
+def said(content: str = "a", times: int = 1) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}] * times, "max_tokens": 1}
+
+
+def letters(size: int) -> str:
+    """A text of that many bytes in JSON, without a space."""
+    return "a" * (size - 2)
+
+
+# Requests that hold the gateway's loop: beyond the bounds, then at the bounds.
+EXTENSIVE = (
+    Attack("n=16384", CHAT, lambda: said() | {"n": 16384}, refused=True),
+    Attack("100,000 messages", CHAT, lambda: said(times=100_000), refused=True),
+    Attack("prompt_logprobs=20", COMPLETIONS, lambda: {"prompt": [5] * 900, "prompt_logprobs": 20}, refused=True),
+    Attack("7.9 MB to tokenise", TOKENIZE, lambda: {"prompt": letters(7_900_000)}, refused=True),
+    Attack(f"n={LIMITS.answers_max}", CHAT, lambda: said() | {"n": LIMITS.answers_max}),
+    Attack(f"{LIMITS.messages_max:,} messages", CHAT, lambda: said(times=LIMITS.messages_max)),
+    Attack(
+        f"{LIMITS.text_bytes_max >> 20} MiB of text",
+        CHAT,
+        lambda: said(letters(LIMITS.text_bytes_max - 100)),
+    ),
+    Attack(
+        f"{LIMITS.tokenize_bytes_max >> 10} KiB to tokenise",
+        TOKENIZE,
+        lambda: {"prompt": letters(LIMITS.tokenize_bytes_max)},
+    ),
+    Attack(
+        f"prompt_logprobs={LIMITS.prompt_logprobs_max}",
+        COMPLETIONS,
+        lambda: {"prompt": [5] * 900, "prompt_logprobs": LIMITS.prompt_logprobs_max, "max_tokens": 1},
+    ),
+)
+
+# Every attack of the bench. A further kind of attack is a tuple in a further file, added to this line.
+ATTACKS: dict[str, Attack] = {attack.name: attack for attack in (*EXTENSIVE,)}
+
+
+@dataclass(frozen=True)
+class Job:
+    port: int
+    key: str
+    name: str  # of the attack
+    window_s: float
+
+
+def sent(job: Job) -> Counter[str]:
+    """Statuses of the answers in the window; the last request may end after the window."""
+    attack, statuses = ATTACKS[job.name], Counter[str]()
+    text, end = attack.text(), time.monotonic() + job.window_s
+    headers = {"authorization": f"Bearer {job.key}", "content-type": "application/json", "connection": "close"}
+    while time.monotonic() < end:
+        connection = http.client.HTTPConnection("127.0.0.1", job.port, ANSWER_S, source_address=(ATTACKER, 0))
+        try:
+            connection.request("POST", attack.path, text, headers)
+            answer = connection.getresponse()
+            answer.read()
+            statuses[str(answer.status)] += 1
+        except (OSError, http.client.HTTPException) as error:
+            statuses[type(error).__name__] += 1
+        finally:
+            connection.close()
+        time.sleep(PAUSE_S)
+    return statuses
+
+
+class Attacker:
+    """The sending process, from the outside."""
+
+    def __init__(self) -> None:
+        command = ["nice", "-n", "19", sys.executable, str(Path(__file__))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, job: Job) -> Counter[str]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the attacker's process ended: its error is above")
+        return Counter(json.loads(line))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def main() -> None:
+    for line in sys.stdin:
+        print(json.dumps(sent(Job(**json.loads(line)))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

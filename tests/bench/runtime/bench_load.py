@@ -1,0 +1,201 @@
+"""How fast does a model come back from the host cache, and how fast does it go?
+
+Two parts: the library alone, a load of 512 MiB into unmapped addresses; and an engine of 140 million weights, from
+`fetch` to `arrived`. Each round measures in turns, on the same pages: glibc's memcpy and the library's own copy
+(streaming stores: the roof) into mapped and warm pages, the scale to zero, and the load, which has to map the pages
+first. For comparison with the engine, the same weights are read from files in the page cache: by safetensors, and by
+transformers, with a copy of every tensor into warm memory. The answers are ratios, round by round.
+
+`python tests/bench/runtime/bench_load.py [MiB]`
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT))
+
+from runtime.memory.native import CacheMemory, DevicePool, Direction, Segment  # noqa: E402
+from tests.bench.timing import (  # noqa: E402
+    WAIT_S,
+    awaited,
+    gb_s,
+    load,
+    milliseconds,
+    one_thread,
+    ratios,
+    seconds,
+    spread,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from runtime.engine.builder import Builder
+    from runtime.engine.vllm import VllmEngine
+
+ROUNDS = 15
+MIB = 1 << 20
+SHAPE: dict[str, Any] = dict(hidden=1024, layers=11, heads=8, kv_heads=4)  # 140 million weights, 536 MiB
+POOL_BYTES, HOST_BYTES = 640 * MIB, 2048 * MIB
+
+
+# ── the library ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_library(image_bytes: int) -> dict[str, object]:
+    device = DevicePool(image_bytes)
+    cache = CacheMemory(image_bytes)
+    huge = cache.commit(0, image_bytes)
+    noise = os.urandom(MIB)
+    for at in range(0, image_bytes, MIB):
+        cache.view(at, MIB)[:] = noise
+    reservation = device.reserve(image_bytes)
+
+    def come() -> None:
+        reservation.load(cache, [Segment(0, 0, image_bytes)]).wait(WAIT_S)
+
+    rounds = []
+    come()
+    for n in range(ROUNDS + 1):
+        plain_s = seconds(lambda: ctypes.memmove(reservation.address, cache.address, image_bytes))
+        roof_s = seconds(lambda: reservation.copy(0, cache, 0, image_bytes, Direction.TO_DEVICE).wait(WAIT_S))
+        call_s = seconds(lambda: reservation.unmap(0, image_bytes))
+        gone_s = call_s + seconds(lambda: device.settle(WAIT_S))
+        load_s = seconds(come)
+        assert reservation.view(image_bytes - MIB, MIB) == noise
+        if n > 0:  # the first round warms up
+            rounds.append((plain_s, roof_s, load_s, call_s, gone_s))
+    plain, roof, loads, calls, gone = (list(column) for column in zip(*rounds, strict=True))
+    stats = device.stats()
+    reservation.release()
+    cache.close()
+    device.close()
+    return {
+        "of": "library",
+        "image_mib": image_bytes // MIB,
+        "in_2_mib_folios": {"pool": stats.huge_bytes == image_bytes, "cache": huge == image_bytes},
+        "memcpy_gb_s": gb_s(image_bytes, plain),
+        "roof_gb_s": gb_s(image_bytes, roof),
+        "load_gb_s": gb_s(image_bytes, loads),
+        "load_of_roof": ratios(roof, loads),
+        "load_of_memcpy": ratios(plain, loads),
+        "unmap_call_ms": milliseconds(calls),
+        "unmapped_after_ms": milliseconds(gone),
+        "load": load(),
+    }
+
+
+# ── an engine ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_engine() -> dict[str, object]:
+    from deploy.demo.random_weights import write_random
+    from runtime.engine.builder import Builder
+    from tests.runtime.engines import spec
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = spec(write_random(Path(folder) / "m", "llama", **SHAPE))
+        build = Builder(POOL_BYTES, HOST_BYTES)
+        engine = build(model)
+        engine.close()
+        built: dict[str, Any] = {}
+        from_image_s = seconds(lambda: built.update(engine=build(model)))
+        rounds = [beside(build, built["engine"], Path(model.path)) for _ in range(ROUNDS + 1)][1:]
+        build.images.discard(built["engine"].key)
+        from_files_s = seconds(lambda: built.update(other=build(model)))  # imports and kernels are warm by now
+        size = built["engine"].weights.size
+    columns = {name: [one[name] for one in rounds] for name in rounds[0]}
+    fetched = columns["fetch"]
+    return {
+        "of": "engine",
+        "image_mib": size // MIB,
+        "roof_gb_s": gb_s(size, columns["roof"]),
+        "fetch_gb_s": gb_s(size, fetched),
+        "fetch_ms": milliseconds(fetched),
+        "fetch_of_roof": ratios(columns["roof"], fetched),
+        "fetch_of_memcpy": ratios(columns["memcpy"], fetched),
+        "faster_than_safetensors": ratios(columns["safetensors"], fetched, 1),
+        "faster_than_transformers": ratios(columns["transformers"], fetched, 1),
+        "faster_than_building_around_its_image": spread((from_image_s / s for s in fetched), 0),
+        "faster_than_building_from_files": spread((from_files_s / s for s in fetched), 0),
+        "build_around_image_s": round(from_image_s, 2),
+        "build_from_files_s": round(from_files_s, 2),
+        "to_zero_ms": milliseconds(columns["to_zero"]),
+        "pages_free_after_ms": milliseconds(columns["pages_free"]),
+        "load": load(),
+    }
+
+
+def beside(build: Builder, engine: VllmEngine, path: Path) -> dict[str, float]:
+    """A round: seconds of the engine, asleep before and after, and of the same bytes by other ways."""
+    reservation, image, size = engine.weights.reservation, engine.weights.image, engine.weights.size
+    cache = build.images.cache
+    assert image is not None
+
+    def come() -> None:
+        engine.fetch(1)
+        awaited(engine, engine.arrived)
+
+    def go() -> None:
+        engine.park()
+        assert engine.parked(), "there are no requests to wait for"
+        engine.evict(engine.held().weights)
+
+    files_s = {"safetensors": safetensors_s(path), "transformers": transformers_s(path)}
+    come()
+    memcpy_s = seconds(lambda: ctypes.memmove(reservation.address, cache.address + image.offset, size))
+    roof_s = seconds(lambda: reservation.copy(0, cache, image.offset, size, Direction.TO_DEVICE).wait(WAIT_S))
+    to_zero_s = seconds(go)
+    pages_free_s = to_zero_s + seconds(lambda: build.device.settle(WAIT_S))
+    assert build.pages_used() == 0
+    fetch_s = seconds(come)
+    go()
+    build.device.settle(WAIT_S)
+    return files_s | {
+        "memcpy": memcpy_s,
+        "roof": roof_s,
+        "to_zero": to_zero_s,
+        "pages_free": pages_free_s,
+        "fetch": fetch_s,
+    }
+
+
+def safetensors_s(path: Path) -> float:
+    from safetensors.torch import load_file
+
+    return copied_s(lambda: load_file(path / "model.safetensors"))
+
+
+def transformers_s(path: Path) -> float:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return copied_s(lambda: dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters()))
+
+
+def copied_s(load_weights: Callable[[], Mapping[str, torch.Tensor]]) -> float:
+    """Seconds until the weights are in warm memory: both loaders map the file, and read a byte only when it is
+    touched."""
+    homes = {name: tensor.detach().clone() for name, tensor in load_weights().items()}
+
+    def come() -> None:
+        for name, tensor in load_weights().items():
+            homes[name].copy_(tensor.detach())
+
+    return seconds(come)
+
+
+if __name__ == "__main__":
+    one_thread()
+    print(json.dumps(measure_library(int(sys.argv[1] if len(sys.argv) > 1 else 512) * MIB)), flush=True)
+    print(json.dumps(measure_engine()), flush=True)
+    os._exit(0)  # vLLM's exit handlers would tear down a process that is ending anyway

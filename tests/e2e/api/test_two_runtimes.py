@@ -1,0 +1,97 @@
+"""Two runtimes with room for two of four models each: a model's requests stay together, and decisions replay equal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from runtime.sim.replay import of_a_dispatcher, replay_choices
+from tests.conftest import free_port
+from tests.e2e.conftest import MODELS, Platform
+
+NAMES = ("faq", "weather", "poet", "music")
+DEVICE_MEMORY = "12MiB"  # room for two of the models
+STREAMS, TOKENS = 6, 160  # streams of a model, tokens of a stream
+SAMPLES, SAMPLES_LEAST = 13, 4  # a fast machine ends the streams before the last sample
+SPLIT_MOST = 1  # samples in which a model has requests on both runtimes
+FETCHES_MOST = 12
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    folder = tmp_path_factory.mktemp("pair")
+    (folder / "journal").mkdir()
+    platform = Platform(folder / "data", free_port(), {"STACCATO_JOURNAL": str(folder / "journal")})
+    try:
+        platform.start("--runtimes", "2", "--device-memory", DEVICE_MEMORY)
+        platform.tenant("acme")
+        for name in NAMES:
+            platform.model(name, MODELS / name)
+            assert platform.deploy("acme", name)["status"]["phase"] in ("awake", "asleep")
+        platform.until(lambda: all(len(gpu["models"]) == len(NAMES) for gpu in gpus(platform)), 120)
+        yield platform
+    finally:
+        code = platform.stop()
+    assert code == 0
+
+
+def gpus(platform: Platform) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = platform.get("/api/v1/gpus").json()["data"]
+    return found
+
+
+def fetches(platform: Platform) -> int:
+    return sum(model["fetches"] for gpu in gpus(platform) for model in gpu["models"].values())
+
+
+async def said(client: openai.AsyncOpenAI, model: str, number: int) -> str:
+    extra = {"ignore_eos": True, "top_k": 1}
+    prompt = f"Stream {number} of {model}:"
+    answer = await client.completions.create(model=model, prompt=prompt, max_tokens=TOKENS, extra_body=extra)
+    return answer.choices[0].text
+
+
+async def sampled(platform: Platform, streams: asyncio.Future[Any]) -> tuple[int, Counter[str]]:
+    """Take up to SAMPLES samples while streams run. Returns the number of samples, and, by model, the number of samples
+    in which the model has requests on both runtimes."""
+    taken, split = 0, Counter[str]()
+    while taken < SAMPLES and not streams.done():
+        places = Counter(
+            name
+            for gpu in await asyncio.to_thread(gpus, platform)
+            for name, model in gpu["models"].items()
+            if model["running"] + model["waiting"]
+        )
+        taken += 1
+        split.update(name for name, count in places.items() if count > 1)
+        await asyncio.sleep(0.05)
+    return taken, split
+
+
+async def test_requests_of_a_model_stay_together_and_say_what_they_say_alone(pair: Platform) -> None:
+    asked = [(name, number) for number in range(STREAMS) for name in NAMES]
+    async with pair.async_client("acme", timeout=300, max_retries=0) as client:
+        alone = {each: await said(client, *each) for each in asked}
+        before = fetches(pair)
+        streams = asyncio.ensure_future(asyncio.gather(*(said(client, *each) for each in asked)))
+        await asyncio.sleep(0.2)  # every request is at a runtime
+        taken, split = await sampled(pair, streams)
+        together = await streams
+    print(taken, "samples; of a model on both runtimes:", dict(split), "fetches:", fetches(pair) - before)
+    assert dict(zip(asked, together, strict=True)) == alone
+    assert taken >= SAMPLES_LEAST and max(split.values(), default=0) <= SPLIT_MOST
+    assert fetches(pair) - before <= FETCHES_MOST
+
+
+def test_every_choice_of_the_gateway_is_made_again_by_a_replay(pair: Platform) -> None:
+    journals = [path for path in (Path(pair.settings["STACCATO_JOURNAL"])).iterdir() if of_a_dispatcher(path)]
+    assert len(journals) == 1, "a file for each gateway"
+    replayed = replay_choices(journals[0])
+    assert replayed.difference == ""
+    assert replayed.chosen >= 2 * STREAMS * len(NAMES) and replayed.heard > replayed.chosen

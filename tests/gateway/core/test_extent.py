@@ -1,0 +1,96 @@
+"""The extent of a request is bounded, and the refusal says the number and the bound."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.extent import BodyExtent, ExtentLimits, first_excess
+
+LIMITS = ExtentLimits(
+    answers_max=4, messages_max=3, logprobs_max=5, prompt_logprobs_max=1, text_bytes_max=100, grammar_bytes_max=30
+)
+MESSAGE = {"role": "user", "content": "a"}
+TOO_MUCH: dict[str, tuple[dict[str, object], str, int, int]] = {
+    "n": ({"n": 5}, "n", 5, 4),
+    "n in quotes": ({"n": "16384"}, "n", 16384, 4),
+    "n as a float": ({"n": 5.0}, "n", 5, 4),
+    "n beyond any number": ({"n": 1e300}, "n", 1 << 53, 4),
+    "best_of": ({"best_of": 9}, "n", 9, 4),
+    "prompts": ({"prompt": ["a"] * 5}, "n", 5, 4),
+    "prompts in tokens": ({"prompt": [[1], [2], [3]], "n": 2}, "n", 6, 4),
+    "messages": ({"messages": [MESSAGE] * 4}, "messages", 4, 3),
+    "conversations": ({"messages": [[MESSAGE]] * 5}, "messages", 5, 4),
+    "messages of conversations": ({"messages": [[MESSAGE] * 2] * 2}, "messages", 4, 3),
+    "input": ({"input": [MESSAGE] * 4}, "input", 4, 3),
+    "logprobs": ({"logprobs": 6}, "logprobs", 6, 5),
+    "top_logprobs": ({"logprobs": True, "top_logprobs": 7}, "top_logprobs", 7, 5),
+    "prompt_logprobs": ({"prompt_logprobs": 2}, "prompt_logprobs", 2, 1),
+    "text": ({"prompt": "a" * 99}, "prompt", 101, 100),
+    "choices": ({"structured_outputs": {"choice": ["yes"] * 9}}, "structured_outputs", 66, 30),
+    "regex": ({"guided_regex": "a" * 29}, "guided_regex", 31, 30),
+    "schema": ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", 39, 30),
+    "tools": ({"tools": ["t" * 28], "tool_choice": "required"}, "tools", 32, 30),
+}
+
+
+def ask(body: dict[str, object]) -> BodyExtent:
+    return msgspec.json.decode(json.dumps(body, separators=(",", ":")), type=BodyExtent)
+
+
+@pytest.mark.parametrize("case", TOO_MUCH)
+def test_what_exceeds_a_bound_is_named_with_both_numbers(case: str) -> None:
+    body, field, asked, allowed = TOO_MUCH[case]
+    excess = first_excess(ask(body), LIMITS)
+    assert excess is not None and (excess.field, excess.asked, excess.allowed) == (field, asked, allowed)
+    assert str(asked) in str(excess) and str(allowed) in str(excess)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"prompt": [1, 2, 3, 4, 5, 6]},
+        {"prompt": ["a", "b"], "n": 2},
+        {"messages": [[MESSAGE], [MESSAGE], [MESSAGE]]},
+        {"messages": [MESSAGE] * 3, "logprobs": True, "top_logprobs": 5, "n": 4},
+        {"tools": ["t" * 28], "tool_choice": "auto"},
+        {"n": None, "logprobs": None},
+    ],
+)
+def test_what_stays_within_the_bounds_passes(body: dict[str, object]) -> None:
+    assert first_excess(ask(body), LIMITS) is None
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(BodyExtent.__struct_fields__), anything))
+def test_no_body_however_odd_is_an_error_here(body: dict[str, object]) -> None:
+    text = json.dumps(body).replace("NaN", "null").replace("-Infinity", "-1e999").replace("Infinity", "1e999")
+    first_excess(msgspec.json.decode(text, type=BodyExtent), LIMITS)
+
+
+@given(st.integers(1, 100), st.integers(1, 100))
+def test_answers_are_n_times_prompts(n: int, prompts: int) -> None:
+    excess = first_excess(ask({"n": n, "prompt": ["p"] * prompts}), ExtentLimits(answers_max=0))
+    assert excess is not None and excess.asked == n * prompts
+
+
+def test_what_is_only_tokenised_has_a_bound_of_its_own_and_all_texts_of_a_body_count() -> None:
+    limits = ExtentLimits(text_bytes_max=100, tokenize_bytes_max=10)
+    body = ask({"prompt": "a" * 20})
+    assert first_excess(body, limits) is None
+    excess = first_excess(body, limits, repeats=True)
+    assert excess is not None and (excess.asked, excess.allowed, excess.setting) == (22, 10, "tokenize_bytes_max")
+    both = first_excess(ask({"messages": ["b" * 50], "system": "c" * 60}), limits)
+    assert both is not None and (both.field, both.asked, both.setting) == ("system", 54 + 62, "text_bytes_max")
+    assert first_excess(ask({"tokens": [1] * 9}), limits, repeats=True) is not None

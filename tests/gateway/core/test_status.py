@@ -1,0 +1,58 @@
+"""The phase of a deployment, from the reports of runtimes."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.core.status import _progress, loadable, phase
+from store.contract.deployments import Progress
+from store.contract.wire import ModelState, Residency
+
+COLD, LOADING, RESIDENT, FAILED, LEAVING, STAGED = (ModelState(residency=residency) for residency in Residency)
+SLEPT = ModelState(residency=Residency.COLD, load_ms=10.0)
+BETWEEN_TURNS = ModelState(residency=Residency.STAGED, load_ms=10.0, running=2)
+PARKED = ModelState(residency=Residency.STAGED, load_ms=10.0)
+
+
+@pytest.mark.parametrize(
+    ("states", "desired", "expected"),
+    [
+        ([], "awake", "deploying"),
+        ([COLD], "awake", "deploying"),  # never loaded: unknown whether loading succeeds
+        ([COLD], "asleep", "asleep"),
+        ([SLEPT], "awake", "asleep"),
+        ([LOADING], "awake", "waking"),
+        ([RESIDENT], "asleep", "awake"),  # a request woke it
+        ([FAILED], "awake", "failed"),
+        ([FAILED, SLEPT], "awake", "asleep"),
+        ([FAILED, RESIDENT], "awake", "awake"),
+        ([LEAVING], "asleep", "asleep"),
+        ([STAGED], "awake", "deploying"),  # built, and not brought to the device yet
+        ([PARKED], "awake", "asleep"),
+        ([PARKED, RESIDENT], "awake", "awake"),
+        ([COLD, PARKED, FAILED], "awake", "asleep"),
+        ([BETWEEN_TURNS], "awake", "awake"),
+    ],
+)
+def test_the_phase_is_that_of_the_runtime_that_is_furthest(
+    states: list[ModelState], desired: str, expected: str
+) -> None:
+    assert phase(desired, {f"r{n}": state for n, state in enumerate(states)}) == expected
+
+
+def test_a_revision_is_loadable_once_some_runtime_has_loaded_it() -> None:
+    fetched_again = ModelState(residency=Residency.LOADING, load_ms=10.0)
+    failed_later = ModelState(residency=Residency.FAILED, load_ms=10.0)
+    assert all(loadable([state]) for state in (SLEPT, PARKED, RESIDENT, fetched_again))
+    assert not any(loadable([state]) for state in (COLD, STAGED, LOADING, FAILED, failed_later))
+    assert loadable([FAILED, RESIDENT]) and not loadable([])
+
+
+def test_progress_is_of_the_runtime_that_is_furthest_at_the_speed_it_had() -> None:
+    def reading(read_bytes: int, s: float) -> ModelState:
+        return ModelState(residency=Residency.LOADING, read_bytes=read_bytes, files_bytes=4000, reading_s=s)
+
+    assert _progress({"r1": LOADING, "r2": RESIDENT}) is None
+    assert _progress({"r1": reading(0, 1.0)}) == Progress(done_bytes=0, total_bytes=4000)
+    furthest = _progress({"r1": reading(10, 1.0), "r2": reading(1000, 5.0), "r3": LOADING})
+    assert furthest == Progress(done_bytes=1000, total_bytes=4000, eta_s=15)

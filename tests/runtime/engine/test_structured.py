@@ -1,0 +1,124 @@
+"""A grammar compiled in a separate process gives bare vLLM's tokens, also if parked, or begun elsewhere."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.device.request import RequestId
+from runtime.engine.vllm import VllmEngine
+from tests.conftest import ROOT
+from tests.runtime.devices import one_thread
+from tests.runtime.engines import add, asleep, awake, drive, grammar_of, payload, spec, tokens, until
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers, not ours
+POOL_BYTES, HOST_BYTES = 64 << 20, 128 << 20
+PROMPT = [44, 301, 17, 9]
+MAX_TOKENS = 24
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}, "c": {"type": "array", "maxItems": 3}},
+    "required": ["a"],
+}
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "schema": {"json": SCHEMA},
+    "json_object": {"json_object": True},
+    "regex": {"regex": "([a-m]|[n-z]{2}){6}[0-9]{5}-[A-Z]{5}"},
+    "choice": {"choice": ["yes indeed", "no way", "perhaps"]},
+    "ebnf": {"grammar": 'root ::= "(" root ")" | [a-f]+ "," [0-9]+'},
+    "tags": {
+        "structural_tag": json.dumps(
+            {"structures": [{"begin": "a", "schema": {"type": "object"}, "end": "b"}], "triggers": ["a"]}
+        )
+    },
+}
+
+BARE = """
+import json, os, sys
+import runtime.engine.settings
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+path, grammars, prompt, most = json.load(sys.stdin)
+llm = LLM(model=path, dtype="float32", max_model_len=512, enforce_eager=True, seed=0, kv_cache_memory_bytes=32 << 20)
+said = {}
+for name, grammar in grammars.items():
+    params = StructuredOutputsParams(**grammar)
+    sampling = SamplingParams(temperature=0, max_tokens=most, structured_outputs=params, stop_token_ids=[1])
+    (made,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    said[name] = list(made.outputs[0].token_ids)
+print(json.dumps(said), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def bare(random_models: dict[str, Path]) -> dict[str, list[int]]:
+    """Tokens by grammar from vLLM's own `LLM`, run in a separate process: `LLM` compiles grammars itself."""
+    job = json.dumps([str(random_models["llama"]), GRAMMARS, PROMPT, MAX_TOKENS])
+    command = [sys.executable, "-c", BARE]
+    ran = subprocess.run(command, cwd=ROOT, input=job, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    said: dict[str, list[int]] = json.loads(ran.stdout.splitlines()[-1])
+    return said
+
+
+@pytest.fixture(scope="module")
+def engine(random_models: dict[str, Path]) -> Iterator[VllmEngine]:
+    from runtime.engine.builder import Builder
+
+    build = Builder(POOL_BYTES, HOST_BYTES)
+    engine = build(spec(random_models["llama"]))
+    one_thread()
+    awake(engine)
+    yield engine
+    engine.close()
+    build.close()
+
+
+def asked(kind: str) -> bytes:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = StructuredOutputsParams(**GRAMMARS[kind])
+    return payload(PROMPT, temperature=0, max_tokens=MAX_TOKENS, structured_outputs=params, stop_token_ids=[1])
+
+
+def test_tokens_under_a_grammar_are_bare_vllms(engine: VllmEngine, bare: dict[str, list[int]]) -> None:
+    assert len({tuple(said) for said in bare.values()}) >= 5, f"{bare} proves nothing"
+    for kind in GRAMMARS:
+        add(engine, RequestId(kind), asked(kind))
+    made = drive({"": engine}, random.Random(0))
+    assert {kind: tokens(made[RequestId(kind)]) for kind in GRAMMARS} == bare
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_a_request_that_is_parked_or_begun_elsewhere_goes_on_under_its_grammar(
+    engine: VllmEngine, bare: dict[str, list[int]], kind: str
+) -> None:
+    said = bare[kind]
+    for cut in {1, len(said) // 2}:
+        add(engine, RequestId("a"), asked(kind), said[:cut])
+        made = tokens(engine.step())
+        awake(asleep(engine))
+        made += tokens(drive({"": engine}, random.Random(0)).get(RequestId("a"), []))
+        assert said[:cut] + made == said
+
+
+def test_a_grammar_that_was_read_before_makes_no_engine_wait_and_is_shared(engine: VllmEngine) -> None:
+    grammar = grammar_of(engine, asked("regex"))
+    engine.read(grammar)
+    until(lambda: engine.has_read(grammar))
+    for id in ("a", "b"):
+        engine.add(RequestId(id), asked("regex"), (), grammar)
+    requests = [engine._scheduler.requests[id].structured_output_request for id in ("a", "b")]
+    assert requests[0].grammar.ctx is requests[1].grammar.ctx
+    engine.abort([RequestId("a"), RequestId("b")])
+    assert not engine.busy()

@@ -1,0 +1,258 @@
+"""Accepted models, the facts found out about a model, and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from store.files.artefact import ArtefactRefused, inspect
+from store.files.safetensors import Broken, read_header
+from tests.store.files.folders import LLAMA, SUPPORTED, write_model, write_safetensors
+
+INDEX = "model.safetensors.index.json"
+
+
+def test_an_accepted_folder_says_what_it_takes_to_serve_it(tmp_path: Path) -> None:
+    artefact = inspect(write_model(tmp_path), SUPPORTED)
+    assert (artefact.architecture, artefact.dtype, artefact.context_tokens) == ("LlamaForCausalLM", "float32", 2048)
+    assert artefact.weight_bytes == 136
+    assert artefact.kv_bytes_per_token == 2 * 4 * 2 * 32 * 2  # K and V × layers × KV heads × head × 2 B
+    assert [file.name for file in artefact.files] == sorted(file.name for file in artefact.files)
+
+
+def test_float32_files_weigh_half_unless_served_as_float32(tmp_path: Path) -> None:
+    artefact = inspect(write_model(tmp_path), SUPPORTED)
+    assert {d: artefact.weight_bytes_as(d) for d in ("auto", "float16", "float32")} == {
+        "auto": 68,
+        "float16": 68,
+        "float32": 136,
+    }
+
+
+def test_the_digest_is_of_the_content_and_not_of_the_place(tmp_path: Path) -> None:
+    one, same, other = (
+        inspect(write_model(tmp_path / name, seed=seed), SUPPORTED) for name, seed in (("a", ""), ("b", ""), ("c", "x"))
+    )
+    assert one.digest == same.digest != other.digest
+
+
+def test_files_that_nothing_loads_do_not_change_the_digest(tmp_path: Path) -> None:
+    before = inspect(write_model(tmp_path), SUPPORTED).digest
+    (tmp_path / "README.md").write_text("hello")
+    (tmp_path / "training_args.bin").write_bytes(b"pickle")  # beside safetensors, the file holds no weights
+    assert inspect(tmp_path, SUPPORTED).digest == before
+
+
+def test_every_byte_is_counted_as_progress(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    artefact = inspect(write_model(tmp_path), SUPPORTED, progress=lambda done, total: seen.append((done, total)))
+    total = sum(file.size for file in artefact.files)
+    assert seen[-1] == (total, total)
+
+
+@pytest.mark.parametrize(
+    ("config", "elements"),
+    [
+        ({"architectures": ["OPTForCausalLM"], "n_layer": 2, "n_head": 4, "n_embd": 64}, 2 * 2 * 64),
+        (
+            {
+                "architectures": ["DeepseekV2ForCausalLM"],
+                "num_hidden_layers": 3,
+                "num_attention_heads": 16,
+                "hidden_size": 128,
+                "kv_lora_rank": 512,
+                "qk_rope_head_dim": 64,
+            },
+            3 * (512 + 64),
+        ),
+        (
+            {
+                "architectures": ["Gemma3ForConditionalGeneration"],
+                "text_config": {
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 1,
+                    "head_dim": 256,
+                    "hidden_size": 640,
+                },
+            },
+            2 * 2 * 1 * 256,
+        ),
+    ],
+)
+def test_families_that_name_their_sizes_differently_are_understood(
+    tmp_path: Path, config: dict[str, object], elements: int
+) -> None:
+    assert inspect(write_model(tmp_path, config), SUPPORTED).kv_bytes_per_token == 2 * elements
+
+
+def test_the_tokenizers_limit_bounds_the_context_as_in_vllm(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512}')
+    assert inspect(tmp_path, SUPPORTED).context_tokens == 512
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1e30}')
+    assert inspect(tmp_path, SUPPORTED).context_tokens == 2048
+
+
+def test_a_context_that_the_table_of_positions_holds_is_accepted(tmp_path: Path) -> None:
+    config = LLAMA | {"rope_parameters": _yarn(512, 4.0)}
+    assert inspect(write_model(tmp_path, config), SUPPORTED).context_tokens == 2048
+
+
+def test_a_snapshot_of_the_hubs_cache_is_accepted(tmp_path: Path) -> None:
+    write_model(tmp_path / "blobs")
+    snapshot = tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for file in (tmp_path / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    assert inspect(snapshot, SUPPORTED).digest == inspect(tmp_path / "blobs", SUPPORTED).digest
+    with pytest.raises(ArtefactRefused, match="leads out of the model's folder"):
+        inspect(snapshot, SUPPORTED, roots=(tmp_path / "snapshots",))
+
+
+def test_shards_named_by_an_index_count_and_others_do_not(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    write_safetensors(tmp_path / "other.safetensors", {"z": ("F32", [1], 4)})
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}))
+    artefact = inspect(tmp_path, SUPPORTED)
+    assert artefact.weight_bytes == 136
+    assert "other.safetensors" not in [file.name for file in artefact.files]
+
+
+def _config(**changes: object) -> Callable[[Path], object]:
+    return lambda folder: (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+
+
+def _write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def _replace_weights(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "model.safetensors").rename(folder / name)
+
+
+def _cut(size: int) -> Callable[[Path], object]:
+    return lambda folder: os.truncate(folder / "model.safetensors", size)
+
+
+def _link(name: str, target: str) -> Callable[[Path], object]:
+    def act(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+
+    return act
+
+
+def _tensors(**tensors: tuple[str, list[int], int]) -> Callable[[Path], object]:
+    return lambda folder: write_safetensors(folder / "model.safetensors", tensors)
+
+
+def _header(header: bytes, data: int = 0) -> Callable[[Path], object]:
+    text = len(header).to_bytes(8, "little") + header + bytes(data)
+    return lambda folder: (folder / "model.safetensors").write_bytes(text)
+
+
+def _overlap(folder: Path) -> None:
+    tensors = {n: {"dtype": "U8", "shape": [4], "data_offsets": [b, b + 4]} for n, b in (("a", 0), ("b", 2))}
+    _header(json.dumps(tensors).encode(), 6)(folder)
+
+
+def _yarn(original: int, factor: float) -> dict[str, object]:
+    return {"rope_type": "yarn", "original_max_position_embeddings": original, "factor": factor}
+
+
+CORPUS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "config cut": (_write("config.json", '{"architectures": ["Llama'), "config.json can't be read"),
+    "config nested": (_write("config.json", "[" * 100_000), "config.json can't be read"),
+    "config no object": (_write("config.json", "[]"), "config.json can't be read"),
+    "config not text": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), "config.json can't be read"),
+    "config huge": (_write("config.json", " " * (5 << 20)), "has 5242880 bytes, more than 4194304"),
+    "config odd number": (_config(num_hidden_layers="four"), "config.json can't be read.*num_hidden_layers"),
+    "no architecture": (_config(architectures=[]), "names no architectures"),
+    "unknown architecture": (_config(architectures=["MambaLM"]), "'MambaLM' is not one"),
+    "no sizes": (_config(num_hidden_layers=None), "how many layers"),
+    "positions beyond the table": (
+        _config(rope_parameters=_yarn(512, 2.0)),
+        r"allows 2048 positions, and the table of its rotary embeddings \(YaRN\) ends after 1024",
+    ),
+    "positions beyond an old table": (_config(rope_scaling={"type": "yarn"} | _yarn(1024, 1)), "ends after 1024"),
+    "positions beyond learned ones": (
+        _tensors(**{"transformer.wpe.weight": ("F32", [1024, 2], 8192)}),
+        "allows 2048 positions, and transformer.wpe.weight has 1024 rows",
+    ),
+    "positions beyond a layer's": (_config(rope_parameters={"full_attention": _yarn(256, 4)}), "ends after 1024"),
+    "remote code": (_config(auto_map={"AutoModel": "modeling.X"}), "asks for remote code"),
+    "tokenizer code": (_write("tokenizer_config.json", '{"auto_map": {}}'), "tokenizer_config.json has auto_map"),
+    "program": (_write("modeling_llama.py", "import os"), "modeling_llama.py is program code"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
+    "half a tokenizer": (lambda f: (f / "tokenizer.json").rename(f / "vocab.json"), "no tokenizer"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"has no \*.safetensors"),
+    "pickle": (_replace_weights("pytorch_model.bin"), "pytorch_model.bin is a pickle"),
+    "checkpoint": (_replace_weights("consolidated.00.pth"), "consolidated.00.pth is a pickle"),
+    "empty weights": (_cut(0), "model.safetensors has 0 bytes"),
+    "header cut": (_cut(20), "model.safetensors has 20 bytes, its header claims"),
+    "weights cut": (_cut(200), "has 200 bytes, its header promises"),
+    "header huge": (_write("model.safetensors", "\x7f" * 64), "its header claims"),
+    "header no JSON": (_header(b"{'a': 1}"), "not the format's JSON"),
+    "header a list": (_header(b"[]"), "not the format's JSON"),
+    "header tensor odd": (_header(b'{"a": {"dtype": "F32"}}'), "not the format's JSON"),
+    "unknown dtype": (_tensors(a=("F99", [1], 4)), "unknown dtype 'F99'"),
+    "shape lies": (_tensors(a=("F32", [3], 8)), r"of shape \[3\] F32 in 8 bytes"),
+    "negative shape": (_tensors(a=("F32", [-1, -2], 8)), "of shape"),
+    "overlap": (_overlap, "at byte 2 where 4 is expected"),
+    "trailing bytes": (_cut(1 << 10), "has 1024 bytes, its header promises"),
+    "no tensor": (_header(b"{}"), "hold no tensor"),
+    "shard missing": (
+        _write(INDEX, '{"weight_map": {"a": "m-2.safetensors"}}'),
+        "names 'm-2.safetensors', which is not",
+    ),
+    "shard outside": (_write(INDEX, '{"weight_map": {"a": "../x.safetensors"}}'), "names '../x.safetensors', which is"),
+    "tensor missing": (_write(INDEX, '{"weight_map": {"q": "model.safetensors"}}'), "puts 'q' into model.safetensors"),
+    "index cut": (_write(INDEX, '{"weight_map": {'), "can't be read"),
+    "link out": (_link("tokenizer.json", "/etc/passwd"), "tokenizer.json is a link that leads out"),
+    "weights link out": (_link("model.safetensors", "/etc/passwd"), "model.safetensors is a link that leads out"),
+    "device": (_link("tokenizer.json", "/dev/zero"), "tokenizer.json is a link that leads out"),
+    "dangling": (_link("tokenizer.json", "nowhere"), "nowhere: No such file"),
+    "folder as file": (lambda f: [(f / "tokenizer.json").unlink(), (f / "tokenizer.json").mkdir()], "not a plain file"),
+    "pipe": (lambda f: [(f / "tokenizer.json").unlink(), os.mkfifo(f / "tokenizer.json")], "not a plain file"),
+}
+
+
+@pytest.mark.parametrize("case", CORPUS)
+def test_what_can_not_be_served_is_refused_with_the_reason(tmp_path: Path, case: str) -> None:
+    damage, reason = CORPUS[case]
+    damage(write_model(tmp_path))
+    with pytest.raises(ArtefactRefused, match=reason):
+        inspect(tmp_path, SUPPORTED)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArtefactRefused, match="is not a folder"):
+        inspect(tmp_path / "none", SUPPORTED)
+
+
+def test_a_file_written_by_the_formats_own_library_is_read(tmp_path: Path) -> None:
+    import numpy
+
+    save_file({"x": numpy.zeros((3, 5), "float16"), "y": numpy.zeros(0, "float32")}, tmp_path / "a.safetensors")
+    header = read_header(tmp_path / "a.safetensors")
+    assert header.bytes_by_dtype() == {"F16": 30, "F32": 0}
+
+
+@given(st.binary(max_size=200), st.integers(0, 300))
+def test_no_file_however_odd_is_more_than_broken(tmp_path_factory: pytest.TempPathFactory, text: bytes, n: int) -> None:
+    path = tmp_path_factory.getbasetemp() / "odd.safetensors"
+    path.write_bytes(n.to_bytes(8, "little") + text)
+    try:
+        read_header(path)
+    except Broken:
+        return
+    assert len(text) >= n >= 2  # only a JSON object is a header
