@@ -37,7 +37,7 @@ from gateway.vllm.front import Deps, Fronts, reasoning_parsers, supported_archit
 from store.bus import Bus, BusError, ended
 from store.contract import grants
 from store.db.database import Database, DatabaseError
-from store.files.records import RecordFile, appended
+from store.files.records import recorder
 from store.settings import SettingsError
 from store.telemetry import observe, signs
 from store.telemetry.tracing import Traces, TracesError, configured
@@ -107,11 +107,8 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
 
 def _record_of(settings: Settings, gateway_id: str) -> Callable[[bytes], None] | None:
     """Return a function that records the gateway's decisions; None where no journal is wanted. Raises SettingsError."""
-    if settings.journal is None:
-        return None
-    path = settings.journal / f"{gateway_id}.journal"
     try:
-        return RecordFile(appended(path)).write
+        return recorder(settings.journal, gateway_id)
     except OSError as error:
         raise SettingsError(f"STACCATO_JOURNAL={settings.journal} is no folder to write into ({error})") from error
 

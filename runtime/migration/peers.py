@@ -1,11 +1,13 @@
-"""Peer runtimes, known to a node by their leases: live runtimes, and runtimes able to go on with a request."""
+"""Peer runtimes, known to a node by their leases and reports: live runtimes, runtimes able to go on with a request."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from runtime.core.device.request import ModelKey, Objective
+from runtime.core.fleet.recorded import RecordedFleet
 from runtime.core.fleet.watched import WatchedFleet
 from runtime.migration.transport import is_loopback
 from store.bus import LEASE_TTL_S
@@ -14,12 +16,15 @@ from store.contract.wire import EngineSpec, Lease, ModelState, Role, Run
 
 
 class Peers:
-    """Peers of the runtime `id`. Times are monotonic seconds."""
+    """Peers of the runtime `id`. Times are monotonic seconds.
 
-    def __init__(self, id: str, host_cache: str) -> None:
-        self._id, self._host_cache = id, host_cache  # name of the host cache
+    `host_cache`: name of this runtime's host cache.
+    `record`: takes records of what this node heard and chose, see runtime/core/fleet/recorded.py."""
+
+    def __init__(self, id: str, host_cache: str, record: Callable[[bytes], None] | None = None) -> None:
+        self._id, self._host_cache = id, host_cache
         self._leases: dict[str, tuple[Lease, float]] = {}  # runtime → last lease, time of its arrival
-        self._seen = WatchedFleet()
+        self._seen = WatchedFleet() if record is None else RecordedFleet(record)
 
     def changed(self, id: str, lease: Lease | None, now: float) -> None:
         if lease is None:

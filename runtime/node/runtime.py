@@ -43,6 +43,7 @@ from runtime.node.views import Views
 from store.bus import Bus, BusError, ended
 from store.contract import grants, wire
 from store.contract.reports import Report, report_subject
+from store.files.records import recorder
 from store.settings import read
 from store.telemetry import observe, signs, tracing
 
@@ -68,7 +69,9 @@ class Node:
         self._gateways = gateways = Gateways()
         self._grammars = Grammars(settings)
         self._migrations = Migrations(bus, self)
-        self._peers = peers = Peers(own.id, self.host_cache_id)
+        self._peers = peers = Peers(
+            own.id, self.host_cache_id, recorder(settings.journal, f"{own.id}-peers-{own.epoch}")
+        )
         self._streams = Streams(bus, own, gateways, Spans(traces, own.id) if traces else None)
         self._moves = StreamMoves(own, gateways, self._streams, peers, self._migrations)
         self._serving = ModelServing(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,6 +45,11 @@ class RecordFile:
     def _stop(self, reason: str) -> None:
         self._stopped = True
         log.error("journal.stopped", bytes=self._bytes, reason=reason)
+
+
+def recorder(folder: Path | None, name: str) -> Callable[[bytes], None] | None:
+    """Return a function that appends records to `folder`/`name`.journal; None without a folder. Raises OSError."""
+    return None if folder is None else RecordFile(appended(folder / f"{name}.journal")).write
 
 
 def appended(path: Path) -> BinaryIO:

@@ -89,9 +89,21 @@ async def test_requests_of_a_model_stay_together_and_say_what_they_say_alone(pai
     assert fetches(pair) - before <= FETCHES_MOST
 
 
-def test_every_choice_of_the_gateway_is_made_again_by_a_replay(pair: Platform) -> None:
-    journals = [path for path in (Path(pair.settings["STACCATO_JOURNAL"])).iterdir() if of_a_dispatcher(path)]
-    assert len(journals) == 1, "a file for each gateway"
-    replayed = replay_choices(journals[0])
-    assert replayed.difference == ""
-    assert replayed.chosen >= 2 * STREAMS * len(NAMES) and replayed.heard > replayed.chosen
+async def test_every_choice_of_gateway_and_nodes_is_made_again_by_a_replay(pair: Platform) -> None:
+    asked = [(name, number) for number in range(STREAMS) for name in NAMES]
+    async with pair.async_client("acme", timeout=300, max_retries=0) as client:
+        streams = asyncio.ensure_future(asyncio.gather(*(said(client, *each) for each in asked)))
+        await asyncio.sleep(0.2)  # every request is at a runtime
+        pair.post("/api/v1/gpus/r1:drain", {"on": True})  # the node chooses a runtime for each of its streams
+        await streams
+        pair.post("/api/v1/gpus/r1:drain", {"on": False})
+    replayed = {
+        path.name: replay_choices(path)
+        for path in Path(pair.settings["STACCATO_JOURNAL"]).iterdir()
+        if of_a_dispatcher(path)
+    }
+    assert [replay.difference for replay in replayed.values()] == [""] * 3, "a gateway and two nodes"
+    nodes = {name: replayed.pop(name) for name in list(replayed) if name.startswith(("r1-peers-", "r2-peers-"))}
+    (gateway,) = replayed.values()
+    assert gateway.chosen >= STREAMS * len(NAMES) and gateway.heard > gateway.chosen
+    assert sum(node.chosen for node in nodes.values()) > 0

@@ -202,6 +202,8 @@ def test_a_marked_prompt_and_its_answer_are_found_nowhere(shared: Platform) -> N
     shared.post("/api/v1/tenants/acme/keys", {"name": f"known-{marker[:8]}"})
     place = shared.data.parent
     assert traces(place, [f"known-{marker[:8]}".encode()]), "what is in the database would not be found"
+    journals = {path.name.partition("-")[0] for path in (place / "journal").iterdir()}
+    assert journals == {"g", "r1", "r1.journal"}, "of gateways, the node and the device"
     found = traces(place, needles(marker, tokens, said))
     assert not found
     shared.stop()

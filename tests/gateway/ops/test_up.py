@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic_settings import BaseSettings
 
 from gateway.config import Settings, load
 from gateway.ops import up
 from gateway.ops.supervise import Tree
+from runtime.config import RuntimeSettings, SchedulerSettings
+from store.db.ledger import LedgerSettings
 from tests.conftest import free_port
 
 # The whole of `up`, with stand-ins for the roles: a server that answers /readyz, and a program that waits.
@@ -219,6 +222,21 @@ def test_a_runtime_never_learns_of_the_database_or_the_admin_key(
     environment = up.environment(load(), up.RUNTIME_SETTINGS)
     assert "hush" not in str({name: value for name, value in environment.items() if name.startswith("STACCATO_")})
     assert (environment["STACCATO_THREADS"], environment["STACCATO_DEVICE_MEMORY"]) == ("3", str(512 << 20))
+
+
+@pytest.mark.parametrize(
+    ("role", "told"),
+    [
+        (RuntimeSettings, up.RUNTIME_SETTINGS),
+        (SchedulerSettings, up.SCHEDULER_SETTINGS),
+        (LedgerSettings, up.LEDGER_SETTINGS),
+    ],
+)
+def test_a_role_is_told_every_setting_that_it_shares_with_the_gateway(
+    role: type[BaseSettings], told: tuple[str, ...]
+) -> None:
+    shared = role.model_fields.keys() & Settings.model_fields.keys()
+    assert shared <= {*told, "nats_credentials"}, "credentials are each role's own"
 
 
 def test_the_gateway_gets_every_setting_as_it_was_resolved(settings: Settings) -> None:
