@@ -30,6 +30,7 @@ from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NotFound
 from nats.js.kv import KeyValue
 
 from store.contract import grants, wire
+from store.contract.leases import BASE_S
 
 log = structlog.get_logger()
 
@@ -55,7 +56,12 @@ _USAGE = StreamConfig(
     storage=StorageType.FILE,
     duplicate_window=120,
 )
-_TTL_S = {wire.LEASES: LEASE_TTL_S, wire.LEADER: LEASE_TTL_S, wire.QUOTAS: QUOTA_TTL_S}  # by bucket
+_TTL_S = {  # by bucket
+    wire.LEASES: LEASE_TTL_S,
+    wire.LEASE_BASES: 3 * BASE_S,
+    wire.LEADER: LEASE_TTL_S,
+    wire.QUOTAS: QUOTA_TTL_S,
+}
 
 Callback = Callable[[bytes], Awaitable[None]]
 T = TypeVar("T")

@@ -17,6 +17,7 @@ from runtime.core.fleet.watched import WatchedFleet
 from store.bus import LEASE_TTL_S, Bus, BusError
 from store.contract import reports, wire
 from store.contract.wire import Residency
+from store.leases import watch_leases
 
 _DEFAULT = Objective()
 
@@ -37,7 +38,7 @@ class RuntimesView:
     async def start(self) -> None:
         await self._bus.watch(wire.MODELS, self._model_changed)
         await self._bus.subscribe(reports.report_subject("*"), self._reported)
-        await self._bus.watch(wire.LEASES, self._lease_changed)
+        await watch_leases(self._bus, self._lease_changed)
         await self._bus.watch(wire.LEADER, self._leader_changed)
 
     @property
@@ -112,8 +113,8 @@ class RuntimesView:
         """Call `callback` when the bus has forgotten the models that runtimes are to serve."""
         self._bus.on_lost(lambda names: callback() if wire.MODELS in names else None)
 
-    def _lease_changed(self, id: str, value: bytes | None) -> None:
-        lease, now = None if value is None else wire.decode(wire.Lease, value), time.monotonic()
+    def _lease_changed(self, id: str, lease: wire.Lease | None) -> None:
+        now = time.monotonic()
         if lease is None:
             self._leases.pop(id, None)
         else:

@@ -14,6 +14,7 @@ from runtime.node.own import OwnState
 from runtime.node.serving import ModelServing
 from store.bus import Bus, BusError
 from store.contract import wire
+from store.contract.leases import LeaseParts
 
 LEASE_PERIOD_S = 1.0
 
@@ -34,19 +35,34 @@ class LeaseKeeper:
     ) -> None:
         self._bus, self._own, self._host, self._gateways = bus, own, host, gateways
         self._serving, self._child, self._migrations, self._law = serving, child, migrations, law
+        self._parts = LeaseParts()
+        bus.on_lost(self._lost)
 
     async def keep(self) -> None:
         """Renew the lease every LEASE_PERIOD_S seconds, and at once if `lease_due` is set."""
         due = self._own.lease_due
         while True:
             due.clear()
-            with contextlib.suppress(BusError):  # NATS is away: the lease runs out, gateways know
-                await self._bus.put(wire.LEASES, self._own.id, self.lease(), LEASE_PERIOD_S)
+            try:
+                await self._publish()
+            except BusError:  # NATS is away: the lease runs out, gateways know
+                self._parts.forget()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEASE_PERIOD_S):  # wait_for of Python 3.11 may swallow a cancellation
                     await due.wait()
 
+    async def _publish(self) -> None:
+        base, lease = self._parts.split(self.lease(), time.monotonic())
+        if base is not None:
+            await self._bus.put(wire.LEASE_BASES, self._own.id, base, LEASE_PERIOD_S)
+        await self._bus.put(wire.LEASES, self._own.id, lease, LEASE_PERIOD_S)
+
+    def _lost(self, buckets: frozenset[str]) -> None:
+        if wire.LEASE_BASES in buckets:
+            self._parts.forget()
+
     def lease(self) -> wire.Lease:
+        """Return the lease, with the states of all models."""
         own, state = self._own, self._own.state
         return wire.Lease(
             runtime=own.id,

@@ -44,6 +44,7 @@ from store.bus import Bus, BusError, ended
 from store.contract import grants, wire
 from store.contract.reports import Report, report_subject
 from store.files.records import recorder
+from store.leases import watch_leases
 from store.settings import read
 from store.telemetry import observe, signs, tracing
 
@@ -104,7 +105,7 @@ class Node:
         await self._bus.respond(wire.drain_subject(id), self._moves.drain)
         await self._views.start(self._bus)
         await self._bus.subscribe(report_subject("*"), self._peer_reported)
-        await self._bus.watch(wire.LEASES, self._peer_changed)
+        await watch_leases(self._bus, self._peer_changed)
         self._begin_after(self._peers.lease(id))
         await self._bus.watch(wire.PLACES, self._serving.places_changed)
         await self._bus.watch(wire.MODELS, self._spec_changed)
@@ -120,6 +121,7 @@ class Node:
         self.blocks.close()
         with contextlib.suppress(BusError):
             await self._bus.delete(wire.LEASES, id)
+            await self._bus.delete(wire.LEASE_BASES, id)
         for task in done - {stopped}:
             task.result()
 
@@ -143,8 +145,8 @@ class Node:
         await self._streams.cancel(cancel)
         await self._migrations.forward(cancel)
 
-    def _peer_changed(self, id: str, value: bytes | None) -> None:
-        self._peers.changed(id, None if value is None else wire.decode(wire.Lease, value), time.monotonic())
+    def _peer_changed(self, id: str, lease: wire.Lease | None) -> None:
+        self._peers.changed(id, lease, time.monotonic())
 
     def _spec_changed(self, key: str, value: bytes | None) -> None:
         spec = None if value is None else wire.decode(wire.EngineSpec, value)

@@ -28,6 +28,7 @@ from runtime.core.fleet.rebalance import Load
 from runtime.core.fleet.scaling import Band
 from store.bus import LEASE_TTL_S, Bus, BusError, ended
 from store.contract import grants, wire
+from store.leases import watch_leases
 from store.settings import read
 from store.telemetry import observe, signs
 
@@ -211,7 +212,7 @@ class Scheduler:
         self._bus.on_lost(self._bus_lost)
         await self._bus.watch(wire.MODELS, self._fleet.spec_changed)
         await self._bus.watch(wire.PLACES, self._fleet.places_changed)
-        await self._bus.watch(wire.LEASES, self._lease_changed)
+        await watch_leases(self._bus, self._lease_changed)
         while not stop.is_set():
             try:
                 await self._lead()
@@ -248,11 +249,11 @@ class Scheduler:
         else:
             self._last = kept
 
-    def _lease_changed(self, id: str, value: bytes | None) -> None:
-        if value is None:
+    def _lease_changed(self, id: str, lease: wire.Lease | None) -> None:
+        if lease is None:
             self._fleet.gone(id)
         else:
-            self._fleet.heard(wire.decode(wire.Lease, value), time.monotonic())
+            self._fleet.heard(lease, time.monotonic())
 
     async def _place(self) -> None:
         """Writes changed places; a new leader first writes every place again, with its term.

@@ -82,20 +82,23 @@ GATEWAY = User(
         wire.GATEWAY_ALIVE,
     ),
     hears=(wire.frame_subject(ANY), reports.report_subject(ANY)),
-    reads=(wire.LEASES, wire.MODELS, wire.LEADER, wire.QUOTAS),
+    reads=(wire.LEASES, wire.LEASE_BASES, wire.MODELS, wire.LEADER, wire.QUOTAS),
     writes=(key(wire.MODELS, ANY), key(wire.QUOTAS, ANY)),
     meters=True,
 )
 SCHEDULER = User(
     "scheduler",
     says=(wire.migrate_subject(ANY), wire.drain_subject(ANY)),
-    reads=(wire.LEASES, wire.MODELS, wire.PLACES, wire.LEADER),
+    reads=(wire.LEASES, wire.LEASE_BASES, wire.MODELS, wire.PLACES, wire.LEADER),
     writes=(key(wire.PLACES, ANY), key(wire.LEADER, ANY)),
 )
 LEDGER = User("ledger", books=True)
 # User of a server that asks for no credentials.
 ANYBODY = User(
-    "anybody", reads=(wire.LEASES, wire.MODELS, wire.PLACES, wire.LEADER, wire.QUOTAS), meters=True, books=True
+    "anybody",
+    reads=(wire.LEASES, wire.LEASE_BASES, wire.MODELS, wire.PLACES, wire.LEADER, wire.QUOTAS),
+    meters=True,
+    books=True,
 )
 
 
@@ -115,8 +118,8 @@ def runtime(id: str) -> User:
         f"runtime-{id}",
         says=(*(subject(ANY) for subject in moves), wire.frame_subject(ANY), reports.report_subject(id)),
         hears=(f"rt.{id}.{ANY}", wire.GATEWAY_ALIVE, reports.report_subject(ANY)),
-        reads=(wire.LEASES, wire.MODELS, wire.PLACES),
-        writes=(key(wire.LEASES, id),),
+        reads=(wire.LEASES, wire.LEASE_BASES, wire.MODELS, wire.PLACES),
+        writes=(key(wire.LEASES, id), key(wire.LEASE_BASES, id)),
         answers=True,
     )
 

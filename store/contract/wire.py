@@ -20,6 +20,7 @@ VERSION = 1
 # Staccato makes the ids in subjects (letters, digits, '-'), never a tenant: a '.', '*' or '>' would change the subject.
 
 LEASES = "leases"  # KV bucket, TTL: runtime id → Lease
+LEASE_BASES = "lease-bases"  # KV bucket, TTL: runtime id → LeaseBase, for runtimes with many models
 MODELS = "models"  # KV bucket: model key → EngineSpec; every runtime must be able to serve each of these models
 PLACES = "places"  # KV bucket: model key → Places; a model without a limit of replicas has no entry
 LEADER = "leader"  # KV bucket, TTL: role → Leader, the process that has the role
@@ -419,7 +420,7 @@ class Residency(IntEnum):
     STAGED = 5  # engine built, weights in the host's memory; on the device at most as a cache
 
 
-class ModelState(Message, frozen=True, kw_only=True, tag="ModelState"):
+class ModelState(Message, frozen=True, kw_only=True, tag="ModelState", omit_defaults=True):
     """State of a model on a runtime."""
 
     residency: Residency
@@ -507,6 +508,20 @@ class Lease(Message, frozen=True, kw_only=True, tag="Lease"):
     wakes: dict[str, Spread] = {}  # wakes of models, from the host's memory and from disk
     law: dict[str, float] = {}  # costs of any model on this device, a `costs.Law`; empty: not measured
     switch_times: Spread = Spread()
+    # A lease of a runtime with many models holds what differs from a base: see store/contract/leases.py.
+    base: int = 0  # version of the LeaseBase that the lease amends; 0: the lease is whole
+    gone: list[str] = []  # models of the base that the runtime no longer serves
+
+
+class LeaseBase(Message, frozen=True, kw_only=True, tag="LeaseBase"):
+    """States that leases of a runtime amend, as of some seconds ago."""
+
+    runtime: str
+    epoch: int
+    version: int  # counts the bases of the epoch
+    models: dict[str, ModelState] = {}
+    attainment: dict[str, Attained] = {}
+    labels: dict[str, tuple[int, int]] = {}  # of Lease.accounts
 
 
 class Usage(Message, frozen=True, kw_only=True, tag="Usage"):

@@ -50,7 +50,7 @@ async def test_what_a_server_has_lost_is_made_again_by_a_running_process(
     lost: set[str] = set()
     bus.on_lost(lost.update)
     await restarted_empty(nats_server, bus, tmp_path)
-    buckets = {wire.LEASES, wire.MODELS, wire.PLACES, wire.LEADER, wire.QUOTAS}
+    buckets = {wire.LEASES, wire.LEASE_BASES, wire.MODELS, wire.PLACES, wire.LEADER, wire.QUOTAS}
     await soon(lambda: lost == {*buckets, wire.USAGE_STREAM})
     for bucket in buckets:
         await stored(bus, bucket, "k")

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import msgspec
 
 from runtime.core.device.request import ModelKey
-from runtime.core.fleet.dispatch import COLDNESS, SeenFleet
+from runtime.core.fleet.dispatch import COLDNESS, Coldness, SeenFleet
 from runtime.core.fleet.report import report_of
 from runtime.core.ledgers.costs import Law, LawCosts
-from store.contract.wire import EngineSpec, Lease, Residency
+from store.contract.wire import EngineSpec, Lease, ModelState, Residency
+
+
+class ColdnessBy(Mapping[ModelKey, Coldness]):
+    """Where the weights of each model lie, by the states of models; failed models are left out.
+
+    A lease of thousands of models comes each second, and a dispatcher asks for a few of the models."""
+
+    def __init__(self, states: Mapping[str, ModelState]) -> None:
+        self._states = states
+
+    def __contains__(self, key: object) -> bool:
+        state = self._states.get(key) if isinstance(key, str) else None
+        return state is not None and state.residency is not Residency.FAILED
+
+    def __getitem__(self, key: ModelKey) -> Coldness:
+        return COLDNESS[self._states[key].residency]
+
+    def __iter__(self) -> Iterator[ModelKey]:
+        return (ModelKey(key) for key in self._states if key in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class WatchedFleet(SeenFleet):
@@ -26,12 +50,7 @@ class WatchedFleet(SeenFleet):
             self.gone(id)
             return
         costs = self._costs_on(lease)
-        coldness = {
-            ModelKey(key): COLDNESS[state.residency]
-            for key, state in lease.models.items()
-            if state.residency is not Residency.FAILED
-        }
-        seen = self.hosts(id, coldness, costs)
+        seen = self.hosts(id, ColdnessBy(lease.models), costs)
         if seen.report.epoch != lease.epoch or not seen.report.seq:
             requests = {key: state.running + state.waiting for key, state in lease.models.items()}
             self.hear(report_of(lease, 0, costs, requests), now)
