@@ -16,7 +16,7 @@ def report_subject(runtime: str) -> str:
     return f"report.{runtime}"
 
 
-class Seat(msgspec.Struct, frozen=True, array_like=True):
+class Seat(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Requests of a model on a runtime, and the part of the runtime that these requests need."""
 
     requests: int  # running, waiting, or parked between two turns
@@ -24,7 +24,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     kv: float = 0.0  # share of the memory for keys and values
 
 
-class Report(Message, frozen=True, kw_only=True, tag="Report"):
+class Report(Message, frozen=True, kw_only=True, tag="Report", gc=False):
     """Report of a runtime to dispatchers: how much the runtime has to do, and where requests of each model are.
 
     Models without requests and without weights on the device are left out. `full` may exceed 1: waiting requests and

@@ -420,7 +420,7 @@ class Residency(IntEnum):
     STAGED = 5  # engine built, weights in the host's memory; on the device at most as a cache
 
 
-class ModelState(Message, frozen=True, kw_only=True, tag="ModelState", omit_defaults=True):
+class ModelState(Message, frozen=True, kw_only=True, tag="ModelState", omit_defaults=True, gc=False):
     """State of a model on a runtime."""
 
     residency: Residency
@@ -454,7 +454,7 @@ class ModelState(Message, frozen=True, kw_only=True, tag="ModelState", omit_defa
         return self.ever_resident or self.load_ms > 0
 
 
-class Attained(msgspec.Struct, frozen=True, array_like=True):
+class Attained(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Attainment of the objective by ended requests, as sums: the sums of several runtimes can be added.
 
     runtime/core/ledgers/attainment.py explains the definitions."""
