@@ -119,6 +119,11 @@ def _note(event: dict[str, Any], sent: Sent) -> None:
 
 @contextlib.contextmanager
 def asked(url: str, key: str, questions: list[Sent], **settings: Any) -> Iterator[list[Future[Sent]]]:
-    """Ask each of `questions` in a thread, see `ask`. The context ends when each answer has ended."""
+    """Ask each of `questions` in a thread, see `ask`.
+
+    The context ends when each answer has ended. Raises AssertionError at the end if a question was refused."""
     with ThreadPoolExecutor(len(questions)) as threads:
-        yield [threads.submit(ask, url, key, sent, **settings) for sent in questions]
+        streams = [threads.submit(ask, url, key, sent, **settings) for sent in questions]
+        yield streams
+    for stream in streams:
+        stream.result()

@@ -29,9 +29,11 @@ from store.contract import grants
 from store.db.database import head
 from tests.chaos.ledgers import BOOKED_S, booked
 from tests.conftest import free_port
-from tests.e2e.conftest import MODELS, Platform
+from tests.e2e.conftest import MODELS, READY_S, Platform
 from tests.earlier import installation
 from tests.earlier.installation import Installation, Sent, asked
+
+pytestmark = pytest.mark.timeout(600)  # the start of a platform takes minutes on an overloaded machine
 
 LONG_TOKENS = 600
 LONG = (("faq", "What is a page?"), ("weather", "How is the weather in Vienna?"))
@@ -73,7 +75,8 @@ def takeover(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Takeover]:
             asked(platform.url, old.key, whole),
             asked(platform.url, old.key, long, ignore_eos=True, max_tokens=LONG_TOKENS) as streams,
         ):
-            platform.until(lambda: all(sent.tokens for sent in long))
+            pairs = list(zip(streams, long, strict=True))
+            platform.until(lambda: all(sent.tokens or stream.done() for stream, sent in pairs), READY_S)
             rows_before = {row["request"] for row in select(platform.data, "SELECT request FROM usage")}
             assert not any(stream.done() for stream in streams)
             ledger.resume()
@@ -100,11 +103,11 @@ def start_without_ledger(platform: Platform) -> psutil.Process:
     found: list[psutil.Process] = []
 
     def stop_ledger() -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + READY_S
         while not found and time.monotonic() < deadline:
             if platform.process is not None:
                 found.extend(platform.children("store.db.ledger"))
-            time.sleep(0.01)
+            time.sleep(0.05)
         found[0].suspend()
 
     stopping = threading.Thread(target=stop_ledger)
