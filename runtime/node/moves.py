@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from runtime.migration.migrate import AT_ONCE, Migrations
 from runtime.migration.peers import Peers
@@ -19,13 +19,22 @@ HAND_ON_PAUSE_S = 0.25  # least pause between two tries to hand a stream on
 
 
 class StreamMoves:
-    """Orders and reasons to move the node's streams away."""
+    """Orders and reasons to move the node's streams away.
+
+    `hear_reports`: begins to hear the reports of peers. Reports come from every runtime several times a second, so a
+    runtime hears reports only from the first time on that the runtime chooses a target."""
 
     def __init__(
-        self, own: OwnState, gateways: Gateways, streams: Streams, peers: Peers, migrations: Migrations
+        self,
+        own: OwnState,
+        gateways: Gateways,
+        streams: Streams,
+        peers: Peers,
+        migrations: Migrations,
+        hear_reports: Callable[[], Awaitable[None]],
     ) -> None:
         self._own, self._gateways, self._streams = own, gateways, streams
-        self._peers, self._migrations = peers, migrations
+        self._peers, self._migrations, self._hear_reports = peers, migrations, hear_reports
         self._term = 0  # latest term of a scheduler heard so far
         self._held_by = 0  # term of the scheduler that ordered the drain; 0: an operator
         self.emptying: asyncio.Task[None] | None = None  # moves all streams to other runtimes
@@ -83,6 +92,7 @@ class StreamMoves:
 
     async def move_off_all(self, model: str = "") -> None:
         """Move up to AT_ONCE streams of `model`, or of any model; other streams wait for the next call."""
+        await self._hear_reports()
         movable = [named for named in self.movable(model) if self.target(*named)][:AT_ONCE]
         await asyncio.gather(*(self._move_off(*named) for named in movable), asyncio.sleep(0.05))
 
@@ -111,6 +121,7 @@ class StreamMoves:
         return self._peers.target(stream.run, engine, now, handing_on) if stream else None
 
     async def _move_off(self, gateway: str, number: int) -> None:
+        await self._hear_reports()
         if target := self.target(gateway, number):
             await self._move(gateway, number, target)
 

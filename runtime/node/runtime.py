@@ -74,7 +74,8 @@ class Node:
             own.id, self.host_cache_id, recorder(settings.journal, f"{own.id}-peers-{own.epoch}")
         )
         self._streams = Streams(bus, own, gateways, Spans(traces, own.id) if traces else None)
-        self._moves = StreamMoves(own, gateways, self._streams, peers, self._migrations)
+        self._moves = StreamMoves(own, gateways, self._streams, peers, self._migrations, self._hear_reports)
+        self._hears_reports = False
         self._serving = ModelServing(
             own,
             gateways,
@@ -104,7 +105,6 @@ class Node:
         await self._bus.respond(wire.role_subject(id), self._moves.set_role)
         await self._bus.respond(wire.drain_subject(id), self._moves.drain)
         await self._views.start(self._bus)
-        await self._bus.subscribe(report_subject("*"), self._peer_reported)
         await watch_leases(self._bus, self._peer_changed)
         self._begin_after(self._peers.lease(id))
         await self._bus.watch(wire.PLACES, self._serving.places_changed)
@@ -152,6 +152,12 @@ class Node:
         spec = None if value is None else wire.decode(wire.EngineSpec, value)
         self._peers.spec_changed(key, spec)
         self._serving.spec_changed(key, spec)
+
+    async def _hear_reports(self) -> None:
+        """Hear the reports of peers from now on. Until the first report of a peer, the peer's lease stands in."""
+        if not self._hears_reports:
+            self._hears_reports = True
+            await self._bus.subscribe(report_subject("*"), self._peer_reported)
 
     async def _peer_reported(self, data: bytes) -> None:
         self._peers.reported(wire.decode(Report, data), time.monotonic())

@@ -17,6 +17,7 @@ from runtime.node.gateways import SILENCE_S
 from runtime.node.runtime import Node
 from store.bus import Bus, ended
 from store.contract import wire
+from store.contract.reports import Report, report_subject
 from store.contract.wire import ModelState, Residency, Role
 from store.settings import SettingsError, read
 from tests.conftest import NatsServer, soon
@@ -105,6 +106,20 @@ async def test_a_request_goes_to_the_runtime_of_this_host_where_the_model_has_re
     assert target(node, "m") == "free" and target(node, "n") is None
     peer(node, "runs-it", models={"m": ModelState(residency=Residency.STAGED, running=3)})  # parked between two turns
     assert target(node, "m") == "runs-it"
+
+
+async def test_reports_of_peers_are_heard_from_the_first_time_on_that_the_node_gives_streams_away(node: Node) -> None:
+    peer(node, "a")
+    peer(node, "b")
+    chosen = target(node, "m")
+    assert chosen is not None
+    leaving = Report(runtime=chosen, epoch=1, seq=1, draining=True)
+    await node._bus.publish(report_subject(chosen), wire.encode(leaving))
+    await node._bus.catch_up(5)
+    assert target(node, "m") == chosen
+    await node._moves.move_off_all()
+    await node._bus.publish(report_subject(chosen), wire.encode(leaving))
+    await soon(lambda: target(node, "m") not in (chosen, None))
 
 
 async def test_who_computes_prompts_hands_on_to_those_who_make_tokens_alone(node: Node) -> None:
