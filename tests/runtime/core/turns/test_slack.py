@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from runtime.core.device.deadlines import STARVED_S
+from runtime.core.device.model import Phase
 from runtime.core.turns.slack import HEAD_PER_TTFT, HEAD_S, Slack
 from store.contract.priorities import Priority
 from tests.runtime.core.test_policies import LOAD_S, STEP_S, Device
@@ -147,8 +148,10 @@ def test_a_burst_ends_for_a_token_of_high_priority_and_for_no_other() -> None:
 
 
 def test_without_time_for_all_models_with_high_priority_wait_last() -> None:
-    assert order(pair(HEAD_S + 1.0, HEAD_S, MORE)) == "ba"
-    assert order(pair(HEAD_S + 1.0, HEAD_S, HALF)) == "ab"
+    for tbt_s, expected in ((MORE, "ba"), (HALF, "ab")):
+        device = pair(HEAD_S + 1.0, HEAD_S, tbt_s)
+        due(device, "a", HEAD_S, NORMAL, tbt_s)  # more is at stake
+        assert order(device) == expected
 
 
 def test_if_requests_of_high_priority_alone_need_more_than_the_device_some_of_their_models_wait() -> None:
@@ -174,9 +177,11 @@ def test_any_other_model_is_parked_for_a_nearly_due_token_of_high_priority() -> 
 
 def test_high_priority_over_its_tenants_share_gets_no_head_start() -> None:
     device = pair(HEAD_S - 0.1, HEAD_S - 0.2)
-    assert order(device) == "ba"
+    device.models["c"] = device.model("c", Phase.RESIDENT)
+    due(device, "c", 100.0, HIGH)
+    assert order(device) == "bac"
     over(device, "b")
-    assert order(device) == "ab"
+    assert order(device) == "abc"
 
 
 def over(device: Device, key: str) -> None:
