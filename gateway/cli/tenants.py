@@ -20,6 +20,7 @@ KEY = {
     "NAME": "name",
     "PREFIX": "prefix",
     "SCOPES": "scopes",
+    "PRIORITY": "priority",
     "STATE": "state",
     "CREATED": "created_at",
     "EXPIRES": "expires_at",
@@ -152,12 +153,16 @@ def create_key(
     name: Annotated[str | None, typer.Option(help="What the key is for.")] = None,
     scope: Annotated[list[str] | None, typer.Option(help="What it may do; all by default. Repeat for several.")] = None,
     expires: Annotated[str | None, typer.Option(metavar="TIME", help="As 2026-12-31T00:00:00Z.")] = None,
+    priority: Annotated[
+        str | None,
+        typer.Option(metavar="high|normal|batch", help="Highest that its requests may ask for; normal by default."),
+    ] = None,
     url: Url = None,
     key: Key = None,
     json: Json = False,
 ) -> None:
     """Create a key and print the key; the key can't be shown again."""
-    body: Row = {"name": name, "scopes": scope, "expires_at": expires}
+    body: Row = {"name": name, "scopes": scope, "expires_at": expires, "priority": priority}
     with connect(url, key) as gateway:
         print_secret(gateway.post(route("tenants", tenant, "keys"), body), json)
 

@@ -28,10 +28,11 @@ from gateway.http.api import (
     patched,
     time_text,
 )
-from gateway.http.errors import Problem, invalid, not_found
+from gateway.http.errors import Fault, Problem, invalid, not_found
 from gateway.inference.runtimes import RuntimesView
 from store.contract import wire
 from store.contract.deployments import Deployment, Share, Spec
+from store.contract.priorities import Priority, priority
 from store.db import deployments, models, tenants
 from store.db.database import now_us
 from store.db.deployments import engine_of
@@ -116,6 +117,7 @@ async def create(call: Call, serving: Serving) -> Response:
     body = await call.body(NewDeployment)
     tenant = owner_of(call, body)
     await call.tenant(tenant)
+    _check_priority(call, body.priority, Priority.BATCH)
 
     async def deed(connection: AsyncConnection) -> Answer:
         owner = await tenants.tenant(connection, tenant, lock=True)
@@ -162,6 +164,7 @@ async def change(call: Call, serving: Serving) -> Response:
         newest, share = was.target or was.active, was.canary.share if was.canary else None
         old = msgspec.to_builtins(newest.spec) | {"canary": msgspec.to_builtins(share)}
         asked = patched(old, patch, Change)
+        _check_priority(call, asked.priority, priority(newest.spec.priority))
         model = await _model(connection, was.tenant_id, asked.spec(), serving)
         if asked.spec() != newest.spec or engine_of(asked.spec(), model) != newest.engine:
             deployment = await deployments.revise(connection, was, asked.spec(), model, now_us(), asked.canary)
@@ -303,6 +306,21 @@ async def _desire(call: Call, serving: Serving, state: str, op: str) -> Response
     if reply.refusal not in (None, wire.Refusal.UNKNOWN_MODEL):
         raise Problem(503, "runtime_refused", f"{reply.reason}: try again", headers={"retry-after": "2"})
     return _shown(deployment, serving, 202)
+
+
+def _check_priority(call: Call, asked: str, before: Priority) -> None:
+    """Check that a key that may not ask for a priority gives the priority to no deployment. Raises Problem: 403.
+
+    `before`: the deployment's priority so far, which may stay."""
+    highest = max(call.caller.priority, before)
+    if priority(asked) > highest:
+        raise Problem(
+            403,
+            "priority_too_high",
+            f"the deployment asks for priority {asked}, and this key may give {highest.word} at most: ask for less, or "
+            f"have an operator make a key with `staccato key create --priority {asked}`",
+            [Fault("/priority", f"above {highest.word}")],
+        )
 
 
 def _keys(deployment: Deployment) -> set[str]:

@@ -17,6 +17,7 @@ from gateway.core.objectives import objective, unmeetable
 from gateway.http.api import OF_TENANT, Call, Operation, Shown, answered
 from runtime.core.ledgers.costs import Law, ModelCosts, model_size, unknown
 from store.contract.deployments import Deployment, Spec
+from store.contract.priorities import priority
 from store.contract.wire import EngineSpec, Lease, ModelState, Residency
 from store.db import billing, deployments
 from store.db.database import now_us
@@ -205,7 +206,7 @@ def _unmeetable(spec: Spec, engine: EngineSpec, fitting: list[PlannedRuntime]) -
         return min((estimate.ms for estimate in estimates if estimate.ms is not None), default=0.0) / 1e3
 
     return unmeetable(
-        objective(spec.slo, spec.priority, 1.0),
+        objective(spec.slo, priority(spec.priority), 1.0),
         step_alone_s=least_s([runtime.step for runtime in fitting]),
         prefill_longest_s=least_s([runtime.longest_prompt for runtime in fitting]),
         load_s=0.0 if engine.pinned else least_s([runtime.cold_start.host for runtime in fitting]),

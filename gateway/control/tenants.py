@@ -14,6 +14,7 @@ from gateway.http.api import Answer, Body, Call, Operation, Page, Shown, Time, a
 from gateway.http.auth import Caller
 from gateway.http.errors import Problem, invalid, not_found
 from store.contract.limits import NO_LIMITS, Limits
+from store.contract.priorities import priority
 from store.db import operators, tenants
 from store.db.database import now_us
 from store.db.tenants import OVERLAP_US, Key, Tenant, TenantInUse
@@ -48,6 +49,7 @@ class ShownTenant(Shown, frozen=True, kw_only=True):
 
 Scope = Literal["inference", "control"]
 KeyState = Literal["valid", "expired", "revoked"]
+Rank = Literal["high", "normal", "batch"]
 
 
 class Me(Shown, frozen=True, kw_only=True):
@@ -63,6 +65,7 @@ class NewKey(Body, frozen=True):
     name: Annotated[str, Meta(max_length=100)] = ""
     scopes: tuple[Scope, ...] = ("inference", "control")
     expires_at: Annotated[datetime, Meta(tz=True)] | None = None
+    priority: Rank = "normal"  # highest priority that requests of the key may ask for
 
 
 class Rotation(Body, frozen=True):
@@ -74,6 +77,7 @@ class ShownKey(Shown, frozen=True, kw_only=True):
     name: str
     prefix: str
     scopes: list[str]
+    priority: str  # highest priority that requests of the key may ask for
     state: KeyState
     created_at: Time
     expires_at: Time | None
@@ -183,11 +187,14 @@ async def create_key(call: Call) -> Response:
     scopes = frozenset[str](body.scopes)
     if not scopes or not scopes <= call.caller.scopes:
         raise invalid("/scopes", f"a key gives some of what its maker has: {', '.join(sorted(call.caller.scopes))}")
+    bound = priority(body.priority)
+    if bound > call.caller.priority:
+        raise invalid("/priority", f"a key gives at most what its maker has: {call.caller.priority.word}")
 
     async def deed(connection: AsyncConnection) -> Answer:
         assert within.tenant_id is not None
         key, secret = await tenants.create_key(
-            connection, call.auth.pepper, within.tenant_id, body.name, scopes, expires_us, now_us()
+            connection, call.auth.pepper, within.tenant_id, body.name, scopes, expires_us, now_us(), bound
         )
         await call.record(connection, "key.created", key.id, key.tenant_id, new=show_key(key))
         return Answer(201, show_key(key), {"key": secret})
@@ -215,7 +222,7 @@ async def rotate_key(call: Call) -> Response:
         old = await _find_key(call, within, connection)
         if old.revoked_us is not None or (old.expires_us is not None and old.expires_us <= now_us()):
             raise Problem(409, "key_ended", f"key {old.id} is revoked or expired: make a new one")
-        if not old.scopes <= call.caller.scopes:
+        if not old.scopes <= call.caller.scopes or old.priority > call.caller.priority:
             raise Problem(403, "insufficient_scope", "this key may do more than the one that asks")
         overlap_us = body.overlap_s * 1_000_000
         key, secret = await tenants.rotate_key(connection, call.auth.pepper, old, overlap_us, now_us())
@@ -253,6 +260,7 @@ def show_key(key: Key) -> ShownKey:
         name=key.name,
         prefix=key.prefix,
         scopes=sorted(key.scopes),
+        priority=key.priority.word,
         state=state_of(key.expires_us, key.revoked_us, now_us()),
         created_at=time_text(key.created_us),
         expires_at=time_text(key.expires_us),

@@ -49,6 +49,7 @@ class BodyExtent(msgspec.Struct):
 
     model: Raw = NOTHING
     stream: Raw = NOTHING
+    service_tier: Raw = NOTHING  # gateway/core/priority.py reads the meaning
     n: Raw = NOTHING
     best_of: Raw = NOTHING
     prompt: Raw = NOTHING

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from runtime.core.device.request import Objective
 from store.contract.deployments import Slo
+from store.contract.priorities import PATIENCE_S, Priority
 
-PATIENCE_S = {"high": 6.0, "normal": 1.5, "batch": 0.0}
 BATCH_STRETCH = 10
 WEIGHT_LEAST, WEIGHT_MOST = 0.1, 10.0  # bounds of a tenant's weight
 
@@ -15,7 +15,7 @@ def label(tenant_id: str, deployment_id: str) -> str:
     return f"{tenant_id}/{deployment_id}"
 
 
-def objective(slo: Slo, priority: str, tenant_weight: float) -> Objective:
+def objective(slo: Slo, priority: Priority, tenant_weight: float) -> Objective:
     """Return when a request's tokens are due, and how late tokens may be before the runtime gives the tokens up.
 
     A device with more work than time has to make some tokens late. A token later than its patience is lost already, and
@@ -23,11 +23,12 @@ def objective(slo: Slo, priority: str, tenant_weight: float) -> Objective:
     Batch work has no patience: a batch request gives way as soon as it is late, and its deadlines are ten times as far
     away.
     """
-    stretch = BATCH_STRETCH if priority == "batch" else 1
+    stretch = BATCH_STRETCH if priority is Priority.BATCH else 1
     return Objective(
         ttft_s=slo.ttft_ms * stretch / 1000,
         tbt_s=slo.tbt_ms * stretch / 1000,
         patience_s=PATIENCE_S[priority] * tenant_weight,
+        priority=priority,
     )
 
 

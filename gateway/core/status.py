@@ -10,6 +10,7 @@ import msgspec
 from gateway.core.objectives import objective, unmeetable
 from runtime.core.ledgers.attainment import AttainedShares, shares
 from store.contract.deployments import Canary, Deployment, Progress, Revision
+from store.contract.priorities import priority
 from store.contract.wire import Attained, ModelState, Residency
 
 # If several runtimes hold the model, the most advanced residency counts.
@@ -157,7 +158,7 @@ def _unmeetable(deployment: Deployment, revision: Revision, states: States) -> l
     spec = revision.spec
     able = [state for state in states.values() if state.residency is not Residency.FAILED]
     message = unmeetable(
-        objective(spec.slo, spec.priority, deployment.tenant_weight),
+        objective(spec.slo, priority(spec.priority), deployment.tenant_weight),
         step_alone_s=_least(state.step_ms for state in able) / 1000,
         prefill_longest_s=_least(state.prefill_ms for state in able) / 1000,
         load_s=0.0 if revision.engine.pinned else _least(state.fetch_ms for state in able) / 1000,

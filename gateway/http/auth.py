@@ -17,6 +17,7 @@ from gateway.http.cache import Cache
 from gateway.http.errors import unauthorized
 from store.contract.deployments import Target
 from store.contract.limits import NO_LIMITS, Limits
+from store.contract.priorities import Priority
 from store.db import deployments, operators, tenants
 from store.db.database import Database, DatabaseError, now_us
 from store.db.operators import EVERYTHING, OperatorKey
@@ -43,6 +44,7 @@ class Caller:
     operator: frozenset[str] = frozenset()  # scopes of an operator's key; empty: a tenant's key
     holder: str = ""  # name of an operator's key
     expires_us: int | None = None  # of an operator's key
+    priority: Priority = Priority.NORMAL  # highest priority that requests of the caller may ask for
 
     @property
     def admin(self) -> bool:
@@ -60,7 +62,7 @@ class Caller:
         return EVERYTHING in self.operator or not self.operator.isdisjoint(scopes)
 
 
-ADMIN = Caller(None, None, None, tenants.SCOPES, operator=frozenset({EVERYTHING}))
+ADMIN = Caller(None, None, None, tenants.SCOPES, operator=frozenset({EVERYTHING}), priority=Priority.HIGH)
 METRICS = Caller(None, None, "metrics", frozenset(), operator=frozenset({"metrics:read"}), holder="metrics")
 
 
@@ -104,8 +106,17 @@ class Auth:
             self._used.add(key.id)
         if isinstance(key, OperatorKey):
             ground = tenants.SCOPES if {"tenants", EVERYTHING} & key.scopes else frozenset[str]()
-            return Caller(None, None, key.id, ground, operator=key.scopes, holder=key.name, expires_us=key.expires_us)
-        return Caller(key.tenant_id, key.tenant, key.id, key.scopes, key.limits)
+            return Caller(
+                None,
+                None,
+                key.id,
+                ground,
+                operator=key.scopes,
+                holder=key.name,
+                expires_us=key.expires_us,
+                priority=Priority.HIGH,
+            )
+        return Caller(key.tenant_id, key.tenant, key.id, key.scopes, key.limits, priority=key.priority)
 
     def _check(self, key: tenants.KnownKey | OperatorKey | None) -> None:
         """Check that the key is known, not revoked and not expired. Raises Problem: 401."""

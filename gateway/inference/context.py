@@ -22,6 +22,7 @@ from gateway.inference.meter import MeteredCall
 from gateway.inference.metrics import Tally
 from gateway.inference.timing import Timing
 from runtime.core.device.request import Objective
+from store.contract.priorities import Priority
 from store.contract.wire import EngineSpec
 from store.telemetry.tracing import Span, traceparent
 
@@ -43,6 +44,7 @@ class RequestContext:
     caller: Caller = field(init=False)
     name: str = field(init=False)  # the deployment's name as the client wrote it
     target: Target = field(init=False)
+    priority: Priority = field(init=False)
     arrived_at: float = field(init=False)  # the request was read and parsed: its objective counts from here
     deadline: float = field(init=False)  # latest time for a runtime to take the request
 
@@ -60,9 +62,12 @@ class RequestContext:
     timing: Timing | None = None  # timing of the stream submitted last
     computed: Computed = field(default_factory=Computed)
 
-    def understood(self, caller: Caller, name: str, target: Target, tally: Tally, wait_s: float) -> None:
-        """Note the caller and the deployment. A runtime must take the request within `wait_s` seconds from now."""
-        self.caller, self.name, self.target, self.tally = caller, name, target, tally
+    def understood(
+        self, caller: Caller, name: str, target: Target, tally: Tally, wait_s: float, priority: Priority
+    ) -> None:
+        """Note the caller, the deployment and the priority. A runtime must take the request within `wait_s` seconds
+        from now."""
+        self.caller, self.name, self.target, self.tally, self.priority = caller, name, target, tally, priority
         self.arrived_at = time.monotonic()
         self.deadline = self.arrived_at + wait_s
 

@@ -168,7 +168,8 @@ class Dispatcher:
 
     async def _place(self, request: Open, deadline: float, avoid: set[str]) -> None:
         model, last = request.run.model, "no runtime is up that can serve the model"
-        objective = Objective(request.run.ttft_s, request.run.tbt_s, request.run.patience_s)
+        run = request.run
+        objective = Objective(run.ttft_s, run.tbt_s, run.patience_s, run.priority)
         while True:
             if failure := self._fleet.failure(model):
                 raise Unserved(failure)

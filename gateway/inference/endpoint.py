@@ -24,6 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.core.canary import takes
 from gateway.core.extent import BodyExtent, ExtentLimits, first_excess
 from gateway.core.objectives import objective
+from gateway.core.priority import HEADER, PriorityTooHigh, UnknownPriority, asked, granted
 from gateway.core.status import loadable
 from gateway.http.api import answered, check_operator
 from gateway.http.auth import Auth, Caller, Target
@@ -51,6 +52,7 @@ from gateway.inference.routes import (
 from gateway.inference.runtimes import RuntimesView
 from gateway.inference.spans import begin, end, tell
 from store.contract import wire
+from store.contract.priorities import Priority, priority
 from store.db.database import DatabaseError
 from store.telemetry.tracing import Traces
 
@@ -130,7 +132,7 @@ class Inference:
             raise Problem(404, "not_found", f"there is no {path} here")
         _allow(request, "POST")
         body = await read_body(request, self.bounds.body_bytes, self.bounds.body_deadline_s)
-        said = _model(body, self.bounds.extent, path in REPEATING)
+        ask, said = _read(body, self.bounds.extent, path in REPEATING)
         if path == BATCH:
             _check_batch(body)
         name, named = await self._named(caller, said)
@@ -138,7 +140,7 @@ class Inference:
         target = self._revision(named, context.request_id)
         tally = self.metrics.tally(str(caller.tenant_id), target.deployment_id)
         wait_s = min(self.bounds.hold_deadline_s, _prefer_wait_s(request))
-        context.understood(caller, name, target, tally, wait_s)
+        context.understood(caller, name, target, tally, wait_s, _priority(request, ask, caller, target))
         exchange = Exchange(request, send, context.request_id, route, body)
         TENANT.set(str(caller.tenant_id))
         if path in REPEATING:
@@ -276,7 +278,7 @@ class Inference:
         cold = await self._hold(target, context.deadline)
         front = await self._front(target)
         call = self._open(context.request_id, context.caller, target)
-        due = objective(target.slo, target.priority, target.tenant_weight)
+        due = objective(target.slo, context.priority, target.tenant_weight)
         context.opened(call, due, self._cache_salt(context.caller), admission)
         headers = {
             "x-request-id": context.request_id,
@@ -450,8 +452,18 @@ def _wording(exchange: Exchange, name: str, target: Target) -> Wording:
     return Wording(exchange.path, name, (target.spec.path, target.spec.key))
 
 
-def _model(body: bytes, extent: ExtentLimits, repeats: bool) -> str | None:
-    """The deployment named in the body, or None. `repeats`: the request generates no tokens.
+def _priority(request: Request, ask: BodyExtent, caller: Caller, target: Target) -> Priority:
+    """The request's priority. Raises Problem."""
+    try:
+        return granted(asked(request.headers.get(HEADER), ask.service_tier), priority(target.priority), caller.priority)
+    except UnknownPriority as error:
+        raise Problem(400, "invalid_request", str(error)) from error
+    except PriorityTooHigh as error:
+        raise Problem(403, "priority_too_high", str(error)) from error
+
+
+def _read(body: bytes, extent: ExtentLimits, repeats: bool) -> tuple[BodyExtent, str | None]:
+    """The body, and the deployment named in the body or None. `repeats`: the request generates no tokens.
 
     Raises Problem if the body is not the JSON expected, or asks for too much.
     """
@@ -468,7 +480,7 @@ def _model(body: bytes, extent: ExtentLimits, repeats: bool) -> str | None:
             f"`{excess.field}`: {excess}: {remedy}",
             [Fault(f"/{excess.field}", str(excess))],
         )
-    return name or None
+    return ask, name or None
 
 
 def _check_batch(body: bytes) -> None:

@@ -71,6 +71,7 @@ class ModelBody(msgspec.Struct, frozen=True):
     """The part of a body that concerns the gateway; vLLM reads the rest."""
 
     model: str | None = None  # the deployment's name, or name@revision; None: the tenant's only deployment
+    service_tier: str | None = None  # priority (high) or flex (batch); others leave the priority to the deployment
 
 
 class VllmResponse(msgspec.Struct, frozen=True):

@@ -177,6 +177,7 @@ class BusCore:
             weight=context.target.tenant_weight,
             tbt_s=context.objective.tbt_s,
             patience_s=context.objective.patience_s,
+            priority=context.objective.priority,
             trace=context.trace,
             grammar=_grammar(sampling),
         )

@@ -491,7 +491,7 @@ def _departed(clock: Callable[[], float], run: Run, departure: Departure) -> Req
 
 
 def _request(run: Run, id: RequestId, model: ModelKey, now: float) -> Request:
-    objective = Objective(run.ttft_s, run.tbt_s, run.patience_s)
+    objective = Objective(run.ttft_s, run.tbt_s, run.patience_s, run.priority)
     return Request(
         id,
         run.gateway,

@@ -60,7 +60,7 @@ class Peers:
 
         Runtimes that decode come first, then runtimes on this runtime's host cache; among equal runtimes the dispatch
         chooses. If `decodes`, only a runtime that decodes is returned."""
-        model, objective = ModelKey(run.model), Objective(run.ttft_s, run.tbt_s, run.patience_s)
+        model, objective = ModelKey(run.model), Objective(run.ttft_s, run.tbt_s, run.patience_s, run.priority)
         reached: dict[tuple[bool, bool], set[str]] = {}
         for id in self.there(now):
             lease = self._leases[id][0]

@@ -59,15 +59,16 @@ class Gateways(dict[str, GatewayPeer]):
     def movable(self, model: str) -> list[tuple[str, int]]:
         """Gateway id and number of every movable stream of `model`; with an empty `model`, of any model.
 
-        Streams with the least patience (`Run.patience_s`) come first; of equal patience, the shortest stream first.
+        Streams of the lowest priority come first; of equal priority, the stream with the least patience, then the
+        shortest stream.
         Streams that move or were cancelled are left out."""
         found = [
-            (stream.run.patience_s, stream.run.prompt_tokens + stream.at, id, number)
+            (stream.run.priority, stream.run.patience_s, stream.run.prompt_tokens + stream.at, id, number)
             for id, gateway in self.items()
             for number, stream in gateway.streams.items()
             if not stream.moving and stream.left_at is None and model in ("", stream.run.model)
         ]
-        return [(gateway, number) for _, _, gateway, number in sorted(found)]
+        return [(gateway, number) for *_, gateway, number in sorted(found)]
 
     @property
     def streams(self) -> list[OpenStream]:

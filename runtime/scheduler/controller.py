@@ -24,7 +24,9 @@ from runtime.config import SchedulerSettings
 from runtime.core.device.request import ModelKey
 from runtime.core.fleet.assignment import Placing
 from runtime.core.fleet.cluster import JOIN_S_MOST, Cluster, DrainOrder, Join, MigrateOrder, Order, Rules
+from runtime.core.fleet.headroom import headroom
 from runtime.core.fleet.rebalance import Load
+from runtime.core.fleet.report import kv_room_bytes
 from runtime.core.fleet.scaling import Band
 from store.bus import LEASE_TTL_S, Bus, BusError, ended
 from store.contract import grants, wire
@@ -113,7 +115,8 @@ class LeasedFleet:
 
     def _load(self, number: int, lease: wire.Lease, now: float) -> Load:
         models = lease.models.items()
-        weights = sum(state.weights_pages for _, state in models)
+        kv_bytes = kv_room_bytes(lease, {key: state.running + state.waiting for key, state in models})
+        free = headroom(sum(state.high for _, state in models))
         used = sum(state.kv_pages for _, state in models)
         step_bytes = sum(
             self._specs[key].kv_bytes_per_token * state.running for key, state in models if key in self._specs
@@ -124,12 +127,12 @@ class LeasedFleet:
         return Load(
             device=number,
             at=now,
-            kv_bytes=(lease.pages_total - weights) * lease.page_bytes,
-            used_bytes=used * lease.page_bytes + head,
+            kv_bytes=kv_bytes,
+            used_bytes=used * lease.page_bytes + head + free * kv_bytes,
             step_bytes=step_bytes,
             running=sum(state.running for _, state in models),
             waiting=sum(state.waiting for _, state in models),
-            busy=sum(shares.values()),
+            busy=sum(shares.values()) + free,
             shares=shares,
             queued_bytes=waited - head,
             least_bytes=min([s.least_bytes for _, s in models if s.least_bytes is not None], default=None),

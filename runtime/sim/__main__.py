@@ -25,7 +25,7 @@ from runtime.sim.plan import Question, as_it_is, plan, read_sizes
 from runtime.sim.replay import of_a_dispatcher, replay, replay_choices
 from runtime.sim.report import LaneSpan, attainment_svg, chrome_trace, timeline_svg
 from runtime.sim.trace import read_lengths, read_trace, read_windows
-from runtime.sim.workload import LENGTHS, Workload, base, divided, flooded, replicated, servegen
+from runtime.sim.workload import LENGTHS, Workload, base, divided, flooded, prioritised, replicated, servegen
 from runtime.sim.world import SimulationResult
 
 PROFILES = Path(__file__).parents[2] / "deploy" / "profiles"
@@ -75,6 +75,7 @@ def _sim_options(parser: argparse.ArgumentParser) -> None:
     option("--tenants", type=_weights, metavar="W,W…", help="their weights: they have the models in turns [one tenant]")
     option("--same-models", action="store_true", help="they have all models together")
     option("--flood", type=_count, default=1, metavar="TIMES", help="the first tenant asks so many times as often")
+    option("--priority-share", type=_share, metavar="SHARE", help="of the requests have high priority [none]")
     option("--models-per-gpu", type=_positive, default=11.0, metavar="N", help="[%(default)g]")
     option("--gpus", type=_count, default=8, help="[%(default)s]")
     option("--gpu", type=_profile, default="h100", metavar="NAME|FILE", help="a profile [%(default)s]")
@@ -106,10 +107,18 @@ def _sim(chosen: argparse.Namespace) -> None:
     changed = _changes(chosen) != Changes(seed=chosen.seed, sight=scenario.sight)
     if chosen.capacity is None:
         _sim_once(chosen, scenario, tuning)
-    elif chosen.tenants or chosen.check or chosen.chrome_trace or chosen.picture_until or tuning or changed:
+    elif (
+        chosen.tenants
+        or chosen.priority_share
+        or chosen.check
+        or chosen.chrome_trace
+        or chosen.picture_until
+        or tuning
+        or changed
+    ):
         raise ValueError(
-            "--capacity makes many runs of one policy and tunes it itself: leave out --tenants, --check, "
-            "--chrome-trace, --picture-until, --set, --dispatch, --migrate, --scale and --faults"
+            "--capacity makes many runs of one policy and tunes it itself: leave out --tenants, --priority-share, "
+            "--check, --chrome-trace, --picture-until, --set, --dispatch, --migrate, --scale and --faults"
         )
     else:
         _sim_capacity(chosen, scenario)
@@ -135,6 +144,8 @@ def _sim_once(chosen: argparse.Namespace, scenario: Scenario, tuning: Tuning) ->
     if chosen.tenants:
         workload = divided(workload, chosen.tenants, chosen.seed, chosen.same_models)
         workload = flooded(workload, chosen.flood, chosen.seed)
+    if chosen.priority_share:
+        workload = prioritised(workload, chosen.priority_share, chosen.seed)
     spans: list[LaneSpan] | None = [] if chosen.chrome_trace or chosen.picture else None
     settings: dict[str, Any] = dict(tuning)
     began = time.perf_counter()
@@ -157,6 +168,7 @@ def _sim_once(chosen: argparse.Namespace, scenario: Scenario, tuning: Tuning) ->
         chosen.picture.write_text(timeline_svg(spans or (), title=title, until_s=chosen.picture_until))
     told = msgspec.to_builtins(result) | {"models": models, "events_per_s": round(result.events / took_s)}
     told["tenants"] = [{"tenant": name} | msgspec.to_builtins(kept) for name, kept in result.tenants.items()]
+    told["priorities"] = [{"priority": word} | msgspec.to_builtins(kept) for word, kept in result.priorities.items()]
     if chosen.dispatch:
         told["dispatch"] = chosen.dispatch
     _tell(_asked(chosen) | told, chosen.json)

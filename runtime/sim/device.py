@@ -37,7 +37,7 @@ from runtime.core.device.instance import Instance
 from runtime.core.device.model import Model, Phase
 from runtime.core.device.pages import Pages
 from runtime.core.device.request import ModelKey, Request, RequestId
-from runtime.core.fleet.rebalance import Load, RequestMemory, load_of, priority
+from runtime.core.fleet.rebalance import Load, RequestMemory, load_of
 from runtime.core.ledgers.device_time import DeviceTime
 from runtime.core.turns.turn import Turns
 from runtime.sim.engine import SimulatedEngine
@@ -107,7 +107,7 @@ class SimulatedDevice:
             ) / _tbt_s(model)
             weights += costs.weight_bytes if model.phase is Phase.RESIDENT else 0
         kv_bytes = float(self.profile.memory_bytes - weights)
-        return load_of(self.number, world.now, kv_bytes, self.usages(), shares, {})
+        return load_of(self.number, world.now, kv_bytes, self.usages(), shares)
 
     def held_bytes(self) -> float:
         """Bytes of keys and values of running requests on the device."""
@@ -122,10 +122,10 @@ class SimulatedDevice:
             each = self.costs[model.key].kv_bytes_per_token
             there = each if model.phase is Phase.RESIDENT else 0.0
             for request in model.queues.running.values():
-                rank, moves = priority(request.objective), request.id in moving
+                rank, moves = request.objective.priority, request.id in moving
                 found.append(RequestMemory(request.id, model.key, rank, request.context * there, there, moves=moves))
             for request in sorted(model.queues.waiting.values(), key=_came):
-                rank, moves, needs = priority(request.objective), request.id in moving, (request.context + 1) * each
+                rank, moves, needs = request.objective.priority, request.id in moving, (request.context + 1) * each
                 found.append(RequestMemory(request.id, model.key, rank, needs, each, True, moves))
         return found
 

@@ -20,6 +20,9 @@ class WorkloadTenant(NamedTuple):
     weight: float = 1.0
 
 
+Flags = npt.NDArray[np.bool_]
+
+
 @dataclass(frozen=True, eq=False)
 class Workload:
     """Requests in the order of arrival; `model` is an index into `models`, `tenant` an index into `tenants`."""
@@ -33,10 +36,12 @@ class Workload:
     output_tokens: Ints
     tenants: Sequence[WorkloadTenant] = (WorkloadTenant(),)
     tenant: Ints | None = None  # None: requests belong to the first tenant
+    high: Flags | None = None  # whether each request has high priority; None: no request has
 
     def __post_init__(self) -> None:
         tenant = self.model if self.tenant is None else self.tenant
-        columns = (self.at_s, self.model, self.prompt_tokens, self.output_tokens, tenant)
+        high = self.model if self.high is None else self.high
+        columns = (self.at_s, self.model, self.prompt_tokens, self.output_tokens, tenant, high)
         assert len({len(column) for column in columns}) == 1, [len(column) for column in columns]
         assert len(self.models) == len(self.rates), (len(self.models), len(self.rates))
         assert not len(self.at_s) or 0 <= self.at_s[0] and self.at_s[-1] < self.duration_s, self.duration_s
@@ -201,7 +206,13 @@ def flooded(workload: Workload, times: int, seed: int, prompts: float = 1.0) -> 
         prompt_tokens=np.concatenate([workload.prompt_tokens, longer])[order],
         output_tokens=np.concatenate([workload.output_tokens, workload.output_tokens[lengths]])[order],
         tenant=None if workload.tenant is None else workload.tenant[rows][order],
+        high=None if workload.high is None else workload.high[rows][order],
     )
+
+
+def prioritised(workload: Workload, share: float, seed: int) -> Workload:
+    """Workload in which each request has high priority with the probability `share`, 0 to 1."""
+    return replace(workload, high=np.random.default_rng([seed, 24]).random(len(workload.at_s)) < share)
 
 
 # ── lengths ───────────────────────────────────────────────────────────────────────────────────────────────────────────

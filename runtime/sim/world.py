@@ -20,6 +20,7 @@ from runtime.sim.moves import Moves
 from runtime.sim.report import LaneSpan
 from runtime.sim.simulation import Simulation
 from runtime.sim.workload import RESTART_S, SILENT_S, InjectedFault, Workload, WorkloadTenant
+from store.contract.priorities import PATIENCE_S, Priority
 
 JOIN_S = 20.0  # time from the order of a device to its arrival
 
@@ -56,6 +57,7 @@ class SimulationResult(msgspec.Struct, frozen=True):
     splits: int = 0  # requests sent away from their model, though one of the devices with the model was not hot
     refusals: int = 0  # choices of a device that was gone or leaving
     tenants: dict[str, Kept] = {}  # by name, if the workload has several tenants
+    priorities: dict[str, Kept] = {}  # by word, if some requests have high priority
 
 
 class World(Simulation):
@@ -81,6 +83,7 @@ class World(Simulation):
         self.events = 0
         self.devices = [SimulatedDevice(self, number, turns()) for number in range(devices)]
         self.dispatch, self.objective = dispatch, objective
+        self._high = Objective(objective.ttft_s, objective.tbt_s, PATIENCE_S[Priority.HIGH], Priority.HIGH)
         self.requests: list[Request] = []
         self.moves = Moves(self, self.devices)
         self.open: set[RequestId] = set()
@@ -109,29 +112,33 @@ class World(Simulation):
         times = self.workload.at_s.tolist()
         columns = (self.workload.model, self.workload.prompt_tokens, self.workload.output_tokens)
         tenants = [0] * len(times) if self.workload.tenant is None else self.workload.tenant.tolist()
-        rows = zip(times, *(column.tolist() for column in columns), tenants, strict=True)
+        ranks = [False] * len(times) if self.workload.high is None else self.workload.high.tolist()
+        rows = zip(times, *(column.tolist() for column in columns), tenants, ranks, strict=True)
         names = [ModelKey(size.name) for size in self.workload.models]
         heap, pop, end = self._heap, heapq.heappop, (times[-1] if times else 0.0) + drain_s
         for fault in self._faults:
             self.at(fault.at_s, self._fail, fault)
         if self._rules is not None:
             self.at(0.0, self._tick, self._rules.interval_s)
-        for stream, (at, model, prompt, output, tenant) in enumerate(rows):
+        for stream, (at, model, prompt, output, tenant, high) in enumerate(rows):
             while heap and heap[0][0] <= at:
                 self.now, _, act, what = pop(heap)
                 self.events += 1
                 act(what)
             self.now = at
             self.events += 1
-            self._arrive(stream, names[model], prompt, output, self.workload.tenants[tenant])
+            objective = self._high if high else self.objective
+            self._arrive(stream, names[model], prompt, output, self.workload.tenants[tenant], objective)
         while heap and heap[0][0] <= end:
             self.now, _, act, what = pop(heap)
             self.events += 1
             act(what)
         self.now = end
 
-    def _arrive(self, stream: int, model: ModelKey, prompt: int, output: int, tenant: WorkloadTenant) -> None:
-        id, objective = request_id("", stream), self.objective
+    def _arrive(
+        self, stream: int, model: ModelKey, prompt: int, output: int, tenant: WorkloadTenant, objective: Objective
+    ) -> None:
+        id = request_id("", stream)
         request = Request(
             id, "", stream, model, b"", self.now, prompt, output, objective, model, tenant.name, tenant.weight
         )
@@ -280,6 +287,7 @@ class World(Simulation):
             splits=self.dispatch.splits,
             refusals=self.dispatch.refusals,
             tenants=self._kept_by_tenant(counted),
+            priorities=self._kept_by_priority(counted),
         )
 
     def _kept_by_tenant(self, counted: list[Request]) -> dict[str, Kept]:
@@ -287,6 +295,12 @@ class World(Simulation):
             return {}
         names = [tenant.name for tenant in self.workload.tenants]
         return {name: _kept([request for request in counted if request.tenant == name]) for name in names}
+
+    def _kept_by_priority(self, counted: list[Request]) -> dict[str, Kept]:
+        if self.workload.high is None:
+            return {}
+        ranks = [Priority.HIGH, Priority.NORMAL]
+        return {rank.word: _kept([each for each in counted if each.objective.priority is rank]) for rank in ranks}
 
 
 def _kept(requests: list[Request]) -> Kept:

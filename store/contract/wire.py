@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from store.contract.elapsed import Elapsed
+from store.contract.priorities import Priority
 
 VERSION = 1
 
@@ -152,6 +153,7 @@ class Run(Message, frozen=True, kw_only=True, tag="Run"):
     first_late: bool = False  # the first token of `made` was late
     trace: str = ""  # W3C traceparent of the request's span; empty: the request is not traced
     grammar: bytes = b""  # JSON of the grammar of the output, in vLLM's words; empty: any output will do
+    priority: Priority = Priority.NORMAL
 
 
 class Refusal(IntEnum):
@@ -428,6 +430,7 @@ class ModelState(Message, frozen=True, kw_only=True, tag="ModelState", omit_defa
     load_ms: float = 0.0  # duration of the last way to RESIDENT, with the building if the model was COLD
     running: int = 0  # requests in the engine
     waiting: int = 0  # requests held until the model is resident
+    high: int = 0  # requests of high priority in the engine
     turns: int = 0
     tokens: int = 0
     weights_pages: int = 0  # pages of the device pool, now

@@ -41,6 +41,7 @@ keys = Table(
     Column("expires_us", BigInteger),
     Column("revoked_us", BigInteger),
     Column("last_used_us", BigInteger),  # exact to some minutes; null: not used since the column exists
+    Column("priority", Text, nullable=False, server_default="normal"),  # highest that requests of the key may ask for
 )
 
 # Keys of operators, besides the root key, which is in no table. store/db/operators.py explains the scopes.

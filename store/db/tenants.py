@@ -13,6 +13,7 @@ from sqlalchemy import ColumnElement, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.contract.limits import NO_LIMITS, Limits
+from store.contract.priorities import Priority, priority
 from store.db.database import AnyRow, added_once, new_id
 from store.db.tables import deployments, keys, tenants
 
@@ -42,6 +43,7 @@ class Key:
     expires_us: int | None
     revoked_us: int | None
     last_used_us: int | None
+    priority: Priority  # highest priority that requests of the key may ask for
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class KnownKey:
     scopes: frozenset[str]
     expires_us: int | None
     revoked: bool
+    priority: Priority
 
 
 class TenantInUse(Exception):
@@ -138,6 +141,7 @@ _KEY = (
     keys.c.expires_us,
     keys.c.revoked_us,
     keys.c.last_used_us,
+    keys.c.priority,
 )
 
 
@@ -153,12 +157,15 @@ async def create_key(
     scopes: frozenset[str],
     expires_us: int | None,
     now_us: int,
+    bound: Priority = Priority.NORMAL,
 ) -> tuple[Key, str]:
-    """Make a key. Return the key and the secret; no later call returns the secret."""
+    """Make a key. Return the key and the secret; no later call returns the secret.
+
+    `bound`: highest priority that requests of the key may ask for."""
     id = new_id()
     prefix = f"sk-st-{id}"
     secret = f"{prefix}-{secrets.token_hex(24)}"
-    key = Key(id, tenant_id, name, prefix, scopes, now_us, expires_us, None, None)
+    key = Key(id, tenant_id, name, prefix, scopes, now_us, expires_us, None, None, bound)
     await connection.execute(
         keys.insert().values(
             id=id,
@@ -169,6 +176,7 @@ async def create_key(
             scopes=json.dumps(sorted(scopes)),
             created_us=now_us,
             expires_us=expires_us,
+            priority=bound.word,
         )
     )
     return key, secret
@@ -177,10 +185,10 @@ async def create_key(
 async def rotate_key(
     connection: AsyncConnection, pepper: bytes, old: Key, overlap_us: int, now_us: int
 ) -> tuple[Key, str]:
-    """Make a key with the old key's name and scopes. The old key ends after the overlap, if not earlier."""
+    """Make a key with the old key's name, scopes and priority. The old key ends after the overlap, if not earlier."""
     ends_us = min(now_us + overlap_us, old.expires_us or now_us + overlap_us)
     await connection.execute(update(keys).where(keys.c.id == old.id).values(expires_us=ends_us))
-    return await create_key(connection, pepper, old.tenant_id, old.name, old.scopes, None, now_us)
+    return await create_key(connection, pepper, old.tenant_id, old.name, old.scopes, None, now_us, old.priority)
 
 
 async def revoke_key(connection: AsyncConnection, key: Key, now_us: int) -> None:
@@ -204,13 +212,13 @@ async def listed_keys(connection: AsyncConnection, tenant_id: str, after: str, m
 
 async def key_by_mac(connection: AsyncConnection, mac: str) -> KnownKey | None:
     """Return the key with an HMAC, even if expired or revoked; None if unknown. A deleted tenant's keys are revoked."""
-    ends = (keys.c.expires_us, keys.c.revoked_us)
+    ends = (keys.c.expires_us, keys.c.revoked_us, keys.c.priority)
     columns = (keys.c.id, tenants.c.id, tenants.c.name, tenants.c.limits, keys.c.scopes, *ends)
     row = (await connection.execute(select(*columns).join(tenants).where(keys.c.mac == mac))).one_or_none()
     if row is None:
         return None
     scopes = frozenset[str](json.loads(row[4]))
-    return KnownKey(row[0], row[1], row[2], _limits(row[3]), scopes, row[5], row[6] is not None)
+    return KnownKey(row[0], row[1], row[2], _limits(row[3]), scopes, row[5], row[6] is not None, priority(row[7]))
 
 
 async def keys_used(connection: AsyncConnection, ids: list[str], now_us: int) -> None:
@@ -220,4 +228,5 @@ async def keys_used(connection: AsyncConnection, ids: list[str], now_us: int) ->
 
 
 def _key(row: AnyRow) -> Key:
-    return Key(row[0], row[1], row[2], row[3], frozenset(json.loads(row[4])), *row[5:])
+    scopes = frozenset[str](json.loads(row[4]))
+    return Key(row[0], row[1], row[2], row[3], scopes, row[5], row[6], row[7], row[8], priority(row[9]))

@@ -84,6 +84,16 @@ def test_gateways_and_the_age_of_their_reports_are_said(capsys: pytest.CaptureFi
     assert exact["events"] < few["events"] < usual["events"]  # type: ignore[operator]
 
 
+def test_attainment_is_told_by_priority(capsys: pytest.CaptureFixture[str]) -> None:
+    usual, mixed = told(capsys, "sim", *QUICK), told(capsys, "sim", *QUICK, "--priority-share", "0.5")
+    high, normal = mixed["priorities"]  # type: ignore[misc]
+    assert (high["priority"], normal["priority"]) == ("high", "normal") and usual["priorities"] == []
+    assert high["requests"] + normal["requests"] == usual["requests"]
+    with pytest.raises(SystemExit):
+        main(["sim", *QUICK, "--priority-share", "0.5", "--capacity", "0.9"])
+    assert "--priority-share" in capsys.readouterr().err
+
+
 def test_pictures_and_traces_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture, trace = tmp_path / "run.svg", tmp_path / "run.json"
     told(capsys, "sim", *QUICK, "--picture", str(picture), "--chrome-trace", str(trace))

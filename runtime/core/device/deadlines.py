@@ -28,6 +28,7 @@ class Dues:
     hopeful: int = 0  # hopeful requests
     stake_s: float = 0.0  # sum of the patience of hopeful requests
     pace_s: float = _NEVER  # shortest TBT of hopeful requests
+    high_at: float = _NEVER  # earliest due time among hopeful requests of high priority
     starves_at: float = _NEVER  # when a lost request will have had no token for STARVED_S
 
     def add(self, request: Request, due_at: float, lost_at: float, now: float) -> None:
@@ -39,6 +40,8 @@ class Dues:
             self.hopeful += 1
             self.stake_s += request.objective.patience_s
             self.pace_s = min(self.pace_s, request.objective.tbt_s)
+            if request.objective.high:
+                self.high_at = min(self.high_at, due_at)
         self.at = min(self.at, due_at)
 
 

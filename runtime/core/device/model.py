@@ -228,6 +228,7 @@ class Model:
             ever_resident=self.loads.ever_resident,
             running=len(self.queues.running),
             waiting=len(self.queues.waiting),
+            high=self.queues.high,
             turns=self.record.turns,
             tokens=self.record.tokens,
             weights_pages=held.weights,

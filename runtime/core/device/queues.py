@@ -19,6 +19,7 @@ class Queues:
     leaving: dict[RequestId, Request] = field(default_factory=dict)  # in the engine, but in none of its steps
     context: int = 0  # tokens of running requests, prompt and output
     prompts: int = 0  # running requests that have made no token on this device yet
+    high: int = 0  # running requests of high priority
     ttft_s: float = 10.0  # objective of the last request
     idle: IdleThreshold = field(default_factory=IdleThreshold)  # learnt from the gaps between requests
 
@@ -33,6 +34,7 @@ class Queues:
         self.running[request.id] = request
         self.context += request.context
         self.prompts += not request.computed
+        self.high += request.objective.high
 
     def take(self, id: RequestId) -> Request:
         """Remove the request from its place and return the request."""
@@ -40,11 +42,15 @@ class Queues:
         if request is not None:
             self.context -= request.context
             self.prompts -= not request.computed
+            self.high -= request.objective.high
         else:
             request = self.waiting.pop(id) if id in self.waiting else self.leaving.pop(id)
         return request
 
     def check(self, where: str) -> None:
         """Assert that the sums are those of the running requests. `where` names the model."""
-        assert self.context == sum(request.context for request in self.running.values()), f"{where} lost count"
-        assert self.prompts == sum(not request.computed for request in self.running.values()), f"{where} lost count"
+        running = self.running.values()
+        assert self.context == sum(request.context for request in running), f"{where} lost count"
+        assert self.prompts == sum(not request.computed for request in running), f"{where} lost count"
+        high = sum(request.objective.high for request in running)
+        assert self.high == high, f"{where} lost count"

@@ -9,6 +9,7 @@ import msgspec
 
 from runtime.core.ledgers.attainment import ObjectiveProgress
 from store.contract import wire
+from store.contract.priorities import Priority
 
 _NEVER = float("inf")
 
@@ -27,6 +28,12 @@ class Objective(msgspec.Struct, frozen=True):
     ttft_s: float = 10.0
     tbt_s: float = 0.1
     patience_s: float = 1.5  # a token later by more is lost: the request no longer makes models wait for its sake
+    priority: Priority = Priority.NORMAL
+
+    @property
+    def high(self) -> bool:
+        """Whether the request has high priority."""
+        return self.priority is Priority.HIGH
 
 
 @dataclass(slots=True)

@@ -57,12 +57,18 @@ class DuesView(Protocol):
     @property
     def starves_at(self) -> float: ...
 
+    @property
+    def high_at(self) -> float: ...
+
 
 class DeadlinesView(Protocol):
     """Dues of a model, as of the last call of `next_due`."""
 
     @property
     def dues(self) -> DuesView: ...
+
+    @property
+    def within(self) -> DuesView: ...
 
 
 class PageDemandView(Protocol):

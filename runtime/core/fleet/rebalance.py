@@ -9,32 +9,19 @@ models share a device, the time of the device counts as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from enum import IntEnum
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from runtime.core.device.request import ModelKey, Objective, RequestId
+from runtime.core.device.request import ModelKey, RequestId
+from runtime.core.fleet.headroom import headroom
+from store.contract.priorities import Priority
 
 FULL_STEPS = 1000.0  # freeness by time of a device whose time no request needs
 LOW_STEPS, HIGH_STEPS = 10.0, 60.0  # freeness: below 10, a device gives requests away; above 60, a device takes some
-HIGH_PATIENCE_S = 6.0  # patience of a request of high priority, as set by the gateway for a tenant of weight 1
 GAP_LEAST = 0.2  # difference of two devices' shares of time: a smaller gap is not worth loading a model
 _NEVER = float("inf")
-
-
-class Priority(IntEnum):
-    BATCH = 0
-    NORMAL = 1
-    HIGH = 2
-
-
-def priority(objective: Objective) -> Priority:
-    """Priority of a request, by the patience of its objective: high priority has more patience, batch work has none."""
-    if objective.patience_s >= HIGH_PATIENCE_S:
-        return Priority.HIGH
-    return Priority.NORMAL if objective.patience_s > 0 else Priority.BATCH
 
 
 class RequestMemory(msgspec.Struct, frozen=True):
@@ -75,7 +62,6 @@ def load_of(
     kv_bytes: float,
     usages: Sequence[RequestMemory],
     shares: dict[ModelKey, float],
-    headroom: Mapping[Priority, float],
 ) -> Load:
     """Load of a device at the time `at`, in seconds, summed up from the usages of its requests.
 
@@ -84,24 +70,24 @@ def load_of(
         at: time of the report.
         kv_bytes: memory of the device for keys and values.
         usages: running and waiting requests; waiting requests in the order of the queue.
-        shares: share of the device's time that each model needs.
-        headroom: bytes kept free around the running requests of a priority together, so that no request slows them."""
+        shares: share of the device's time that each model needs."""
     used = queued = step = busy = 0.0
-    running, head, there = 0, True, set()
+    running, high, head = 0, 0, True
     for usage in usages:
         if not usage.waits:
             running += 1
-            there.add(usage.priority)
+            high += usage.priority is Priority.HIGH
         if not usage.waits or head:
             used += usage.kv_bytes
             step += usage.token_bytes
         else:
             queued += usage.kv_bytes
         head = head and not usage.waits
-    for each in sorted(there):
-        used += headroom.get(each, 0.0)
+    free = headroom(high)
+    used += free * kv_bytes
     for share in shares.values():
         busy += share
+    busy += free
     least = min([usage.kv_bytes for usage in usages if not usage.moves], default=None)
     return Load(device, at, kv_bytes, used, step, running, len(usages) - running, busy, shares, queued, least)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from runtime.core.device.request import ModelKey, Objective
 from runtime.core.fleet.dispatch import LOAD_SHARE
+from runtime.core.fleet.headroom import headroom
 from runtime.core.ledgers.costs import ModelCosts
 from store.contract.reports import Report, Seat
 from store.contract.wire import Lease, ModelState, Residency
@@ -14,7 +15,7 @@ _DEFAULT = Objective()
 
 
 def report_of(lease: Lease, seq: int, costs: Mapping[ModelKey, ModelCosts], requests: Mapping[str, int]) -> Report:
-    """Return the report of a runtime.
+    """Return the report of a runtime. `load` and `full` include the headroom of requests of high priority.
 
     Args:
         lease: the runtime's state; states of models may be some time old.
@@ -22,13 +23,10 @@ def report_of(lease: Lease, seq: int, costs: Mapping[ModelKey, ModelCosts], requ
         costs: costs of each model of the lease on the runtime.
         requests: open requests by model, now. Models without requests may be left out."""
     page_bytes = lease.page_bytes
-    # Weights of models without requests, and of parked models, give way to keys and values.
-    running = [state for key, state in lease.models.items() if requests.get(key)]
-    weights_pages = sum([state.weights_pages for state in running if state.residency is Residency.RESIDENT])
-    kv_bytes = max(1, (lease.pages_total - weights_pages) * page_bytes)
+    kv_bytes = kv_room_bytes(lease, requests)
     here = frozenset([key for key, state in lease.models.items() if _here(key, state, page_bytes, costs)])
     seats: dict[str, Seat] = {}
-    load = 0.0
+    load = free = headroom(sum([state.high for state in lease.models.values()]))
     for key, count in requests.items():
         state = lease.models.get(key)
         if not count or state is None:
@@ -45,10 +43,23 @@ def report_of(lease: Lease, seq: int, costs: Mapping[ModelKey, ModelCosts], requ
         loading=any([state.residency is Residency.LOADING for state in lease.models.values()]),
         load=load,
         reload=sum([costs[ModelKey(key)].load_s for key in sorted(here)]) / _DEFAULT.ttft_s,
-        full=sum([_kv_bytes(state, page_bytes) for state in lease.models.values()]) / kv_bytes,
+        full=sum([_kv_bytes(state, page_bytes) for state in lease.models.values()]) / kv_bytes + free,
         seats=seats,
         here=here,
     )
+
+
+def kv_room_bytes(lease: Lease, requests: Mapping[str, int]) -> int:
+    """Return the memory for keys and values, in bytes, at least 1.
+
+    Weights of models without requests, and of parked models, give way to keys and values.
+
+    Args:
+        lease: the runtime's state.
+        requests: open requests by model. Models without requests may be left out."""
+    running = [state for key, state in lease.models.items() if requests.get(key)]
+    weights_pages = sum([state.weights_pages for state in running if state.residency is Residency.RESIDENT])
+    return max(1, (lease.pages_total - weights_pages) * lease.page_bytes)
 
 
 def _here(key: str, state: ModelState, page_bytes: int, costs: Mapping[ModelKey, ModelCosts]) -> bool:

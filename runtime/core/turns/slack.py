@@ -18,11 +18,16 @@ Requests of tenants over their share (`runtime/core/ledgers/fair_share.py`) take
 tenant is over its share, shares change nothing. A nearly late request of another tenant goes first, however late the
 requests over their share are. Prompts over a share begin only while the device has time for them, and take pages of
 other models only if the pages can be back in time.
+
+Requests of high priority have a head start: a model goes first, and takes pages of other models, while the next token
+of a request of high priority is due within HEAD_S. If the device lacks the time, models without such requests wait
+first. Neither shares nor the bound on starvation change: a tenant over its share gets no head start, and a model that
+starves goes first as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from runtime.core.device.deadlines import STARVED_S
 from runtime.core.device.model import Phase
@@ -46,8 +51,14 @@ PROMPTS_S = 0.3
 # Slack that a model must have beyond a needy model to be parked for it: YIELD_S, or YIELD_PER_TTFT times the TTFT if
 # less, but at least the load time of both models. A model late whatever happens is set back by as much.
 YIELD_S, YIELD_PER_TTFT = 4.0, 0.6
+# A model goes before other models once a token of a request of high priority is due within HEAD_S, or HEAD_PER_TTFT
+# times the TTFT if less. Simulated with 1.2 times the models that a fleet bears, and high priority for 10 % of the
+# requests: of their tokens, 0.996, 0.998, 0.999 and 1.000 were on time with a head start of 0.3, 0.7, 1.5 and 3 s; of
+# all tokens 0.798, 0.806, 0.800 and 0.793.
+HEAD_S, HEAD_PER_TTFT = 1.5, 0.3
 
 _NEVER = float("inf")
+_NO_MODELS: frozenset[ModelKey] = frozenset()
 _RESIDENT = Phase.RESIDENT  # bound once: `order` compares every model with it
 
 
@@ -59,6 +70,7 @@ class Slack:
 
     def __init__(self) -> None:
         self._urgency: dict[ModelKey, float] = {}  # sort key of each model in the last order
+        self._ahead: set[ModelKey] = set()  # models put first by priority in the last order
         self._room_pages = 0.0  # pages left to tenants over their share; kept while no tenant is over its share
         self._spare_s = _NEVER  # time left for prompts of tenants over their share
         self._calm_s = _NEVER  # time until other tenants must go before tenants over their share
@@ -72,8 +84,12 @@ class Slack:
     def order(self, working: Iterable[ModelView], now: float) -> TurnOrder:
         models, urgency = {model.key: model for model in working}, self._urgency
         urgency.clear()
+        self._ahead.clear()
+        behind: Set[ModelKey] = _NO_MODELS
+        high = False
         for key, model in models.items():
             at = model.next_due(now)
+            high = high or model.deadlines.within.high_at < _NEVER
             if model.phase is not _RESIDENT:
                 load_s = model.loads.load_s
                 at -= load_s
@@ -84,9 +100,11 @@ class Slack:
         self._spare_s = self._calm_s = _NEVER
         over = len(models) > 0 and bool(next(iter(models.values())).shares.over)
         if not over:
-            _give_up(models.values(), urgency, now)
+            behind = _give_up(models.values(), urgency, now)
         order = [models[key] for key in sorted(urgency, key=urgency.__getitem__)]
-        return TurnOrder(self._with_shares(order, now) if over else order, self._room_pages)
+        if over:
+            order = self._with_shares(order, now)
+        return TurnOrder(self._with_priorities(order, behind, now) if high else order, self._room_pages)
 
     def next(self, order: Sequence[ModelView], turn: TurnView | None, now: float) -> tuple[ModelView, int] | None:
         ready = [model for model in order if model.phase is _RESIDENT and model.can_step]
@@ -103,6 +121,8 @@ class Slack:
 
     def _goes_on(self, holder: ModelView, first: ModelView, turn: TurnView, now: float) -> bool:
         """Whether the holder's burst goes on although `first` is ahead in the order."""
+        if first.key in self._ahead and holder.key not in self._ahead:
+            return False
         least_s, guard_s = self._urgency[first.key] - now, _guard_s(first)
         lead_s = min(LEAD_S, LEAD_PER_TTFT * first.queues.ttft_s)
         goes_on = self._urgency[holder.key] - now < lead_s and least_s > guard_s + GUARD_BAND_S
@@ -135,6 +155,9 @@ class Slack:
         if not model.can_step:  # a stuck model can't use its pages
             return True
         slack_s, needy_s = model.next_due(now) - now, needy.next_due(now) - now
+        gives_way = self._gives_way(model, needy, now)
+        if gives_way is not None:
+            return gives_way
         if model.shares.over:
             within_s, needy_within_s = model.next_due_within(now) - now, needy.next_due_within(now) - now
             if needy_within_s < self._near_s(needy):
@@ -145,6 +168,40 @@ class Slack:
         if needy_s < needy.loads.load_s:  # the needy model will be late whichever model gives way
             return gain_s >= YIELD_S
         return gain_s >= max(model.loads.load_s + needy.loads.load_s, _behind_s(needy))
+
+    # ── requests of high priority ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _with_priorities(self, order: list[ModelView], behind: Set[ModelKey], now: float) -> list[ModelView]:
+        """Puts models first that have a nearly due token of a request of high priority, and starving models.
+
+        Models in `behind` are set back, and stay where they are. Also sets `_ahead`, and changes urgencies of the
+        models put first."""
+        first: list[ModelView] = []
+        others: list[ModelView] = []
+        for model in order:
+            within = model.deadlines.within
+            at = within.high_at - (0.0 if model.phase is _RESIDENT else model.loads.load_s)
+            starves = within.starves_at < now
+            if starves or (at < now + _head_s(model) and model.key not in behind):
+                if not starves and at >= now:  # else the urgency is right: a late model lets models on time go before
+                    self._urgency[model.key] = at
+                self._ahead.add(model.key)
+                first.append(model)
+            else:
+                others.append(model)
+        first.sort(key=lambda model: self._urgency[model.key])
+        return first + others
+
+    def _gives_way(self, model: ModelView, needy: ModelView, now: float) -> bool | None:
+        """Whether `model` may be parked for `needy` by the priorities of both; None if priorities do not decide.
+
+        A model with a request of high priority gives way only if the model can be back before the model goes first
+        again."""
+        back_s = _move_s(needy) + _move_s(model) + _head_s(model)
+        high_s = model.deadlines.within.high_at - now
+        if needy.key not in self._ahead:
+            return False if high_s < back_s + TURN_S else None
+        return None if model.key in self._ahead else high_s >= back_s
 
     # ── tenants over their share ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -205,28 +262,40 @@ class Slack:
         return admitted
 
 
-def _give_up(models: Iterable[ModelView], urgency: dict[ModelKey, float], now: float) -> None:
+def _give_up(models: Iterable[ModelView], urgency: dict[ModelKey, float], now: float) -> Set[ModelKey]:
     """Sets back models with the least at stake per share of the device's time, until the remaining models fit.
 
-    If an overloaded device followed slack alone, every model would be late, one after another. Later urgencies of the
-    models set back are put into `urgency`."""
+    If an overloaded device followed slack alone, every model would be late, one after another. Models with hopeful
+    requests of high priority are set back last. Later urgencies of the models set back are put into `urgency`. Returns
+    the models set back."""
     shares = [(_share(model), model) for model in models]
     taken = 0.0
     for share, _ in shares:
         taken += share
     if taken <= 1.0:
-        return
-    wanting = [(model.deadlines.dues.stake_s / share, share, model) for share, model in shares if share]
-    wanting.sort(key=lambda each: each[0])
-    for _, share, model in wanting:
+        return _NO_MODELS
+    behind: set[ModelKey] = set()
+    wanting = [
+        (model.deadlines.dues.high_at < _NEVER, model.deadlines.dues.stake_s / share, share, model)
+        for share, model in shares
+        if share
+    ]
+    wanting.sort(key=lambda each: each[:2])
+    for _, _, share, model in wanting:
         urgency[model.key] = max(urgency[model.key], min(now + _behind_s(model), model.deadlines.dues.starves_at))
+        behind.add(model.key)
         taken -= share
         if taken <= 1.0:
-            return
+            break
+    return behind
 
 
 def _behind_s(model: ModelView) -> float:
     return min(YIELD_S, YIELD_PER_TTFT * model.queues.ttft_s)
+
+
+def _head_s(model: ModelView) -> float:
+    return min(HEAD_S, HEAD_PER_TTFT * model.queues.ttft_s)
 
 
 def _share(model: ModelView) -> float:
@@ -243,13 +312,13 @@ def _guard_s(model: ModelView) -> float:
 
 
 def _standing(request: Request, now: float) -> tuple[int, float]:
-    """Rank and due time of a waiting request: 0 lost and starving, 1 on time, 2 lost.
+    """Rank and due time of a waiting request: 0 lost and starving, 1 on time of high priority, 2 on time, 3 lost.
 
     Lost requests wait behind requests on time until STARVED_S have passed without a token."""
     progress = request.progress
     if progress.due_at + request.objective.patience_s >= now:
-        return 1, progress.due_at
-    return (0 if progress.last_at + STARVED_S < now else 2), progress.due_at
+        return (1 if request.objective.high else 2), progress.due_at
+    return (0 if progress.last_at + STARVED_S < now else 3), progress.due_at
 
 
 def _copy_s(model: ModelView) -> float:

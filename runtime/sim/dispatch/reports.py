@@ -15,6 +15,7 @@ from runtime.core.device.model import Model, Phase
 from runtime.core.device.request import ModelKey, Objective
 from runtime.core.fleet.cluster import FleetDevice
 from runtime.core.fleet.dispatch import FRESH_S, LOAD_SHARE, Coldness, SeenFleet
+from runtime.core.fleet.headroom import headroom
 from runtime.core.turns.groups import Queue
 from runtime.sim.device import SimulatedDevice
 from runtime.sim.dispatch.sight import Sight
@@ -147,7 +148,8 @@ def device_report(device: SimulatedDevice, booked: FleetDevice, seq: int, role: 
             here.append(key)
             reload_s += costs[key].load_s
     kv_bytes = max(1, (pages.total - weights) * pages.page_bytes)
-    needed, load = float(kv * pages.page_bytes), 0.0
+    load = free = headroom(sum([model.queues.high for model in device.instance.models.values()]))
+    needed = float(kv * pages.page_bytes) + free * kv_bytes
     seats: dict[str, Seat] = {}
     for key, count in booked.work.items():
         model = device.instance.models.get(key)

@@ -33,6 +33,18 @@ def test_streaming_ends_with_usage_and_has_one_id(platform: Platform) -> None:
     assert len(chunks) > chunks[-1].usage.completion_tokens * 0.8, "tokens came in lumps"
 
 
+def test_a_request_may_ask_for_less_priority_and_not_for_more_than_its_key_allows(platform: Platform) -> None:
+    client = platform.client("acme")
+    chat = client.chat.completions.create(model="faq", messages=QUESTION, temperature=0, service_tier="flex")
+    assert chat.choices[0].message.content == LESSON.answer
+    told = client.responses.create(model="faq", input=LESSON.questions[0], max_output_tokens=4, service_tier="flex")
+    assert told.service_tier == "flex"
+    with pytest.raises(openai.PermissionDeniedError, match="priority high, and this key may ask for normal at most"):
+        client.chat.completions.create(model="faq", messages=QUESTION, service_tier="priority")
+    with pytest.raises(openai.PermissionDeniedError, match="at most"):
+        client.completions.create(model="faq", prompt="one", extra_headers={"x-staccato-priority": "high"})
+
+
 async def test_many_streams_of_many_models_at_once_say_what_each_says_alone(platform: Platform) -> None:
     client = platform.async_client("acme")
 

@@ -105,3 +105,18 @@ def test_a_wrong_lifetime_or_scope_of_an_operators_key_is_the_callers_mistake(st
     assert soon.code == USAGE and "write it as 90d, 12h or 30m" in soon.err
     assert staccato(*create, "root").code == USAGE
     assert staccato("operator-key", "create", "bob").code == USAGE
+
+
+def test_a_key_is_made_and_listed_with_the_highest_priority_that_its_requests_may_ask_for(
+    staccato: Staccato, tenant: str
+) -> None:
+    usual = told(staccato("key", "create", tenant, "--json"))
+    high = told(staccato("key", "create", tenant, "--priority", "high", "--json"))
+    assert (usual["priority"], high["priority"]) == ("normal", "high")
+    title, *lines = staccato("key", "ls", tenant).out.splitlines()
+    place = title.index("PRIORITY")
+    assert [line[place:].split()[0] for line in lines] == ["normal", "high"]
+    wrong = staccato("key", "create", tenant, "--priority", "urgent")
+    assert wrong.code == USAGE and "choose one of batch, high, normal" in wrong.err
+    more = staccato("key", "create", tenant, "--priority", "high", "--key", usual["key"])
+    assert more.code == USAGE and "at most what its maker has: normal" in more.err

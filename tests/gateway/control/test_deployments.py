@@ -21,7 +21,7 @@ FAILED = ModelState(residency=Residency.FAILED, error="out of memory")
 async def deployed(plane: Plane, **spec: object) -> tuple[httpx.AsyncClient, Any]:
     """A tenant's client, and its deployment of a model."""
     await plane.model("llama")
-    client = await plane.tenant("acme")
+    client = await plane.tenant("acme", priority="high")
     return client, made(await client.post("/deployments", json={"name": "chat", "model": "llama"} | spec))
 
 
@@ -435,3 +435,15 @@ async def test_how_long_waking_takes_counts_for_what_may_sleep(plane: Plane, idl
     client, one = await deployed(plane, slo={"ttft_ms": 100}, scaling={"idle": idle})
     await plane.report({one["engine"]: msgspec.structs.replace(RESIDENT, fetch_ms=300.0, prefill_ms=40.0)})
     assert [condition["type"] for condition in (await status(client))["conditions"]] == said
+
+
+async def test_a_key_gives_a_deployment_no_higher_priority_than_requests_of_the_key_may_ask_for(plane: Plane) -> None:
+    await deployed(plane, priority="batch")
+    client = plane.client(made(await plane.admin.post("/tenants/acme/keys"))["key"])
+    refused = made(await client.patch("/deployments/chat", json={"priority": "high"}), 403)
+    assert (refused["code"], refused["errors"][0]["pointer"]) == ("priority_too_high", "/priority")
+    made(await client.post("/deployments", json={"name": "two", "model": "llama", "priority": "high"}), 403)
+    made(await client.patch("/deployments/chat", json={"priority": "normal"}), 200)
+    made(await plane.admin.patch("/deployments/chat?tenant=acme", json={"priority": "high"}), 200)
+    changed = made(await client.patch("/deployments/chat", json={"slo": {"ttft_ms": 5000}}), 200)
+    assert changed["target"]["priority"] == "high", "a priority once given stays"

@@ -130,6 +130,19 @@ async def test_a_key_gives_no_more_than_its_maker_has(plane: Plane) -> None:
     assert made(answer, 403)["code"] == "insufficient_scope"
 
 
+async def test_a_tenant_raises_the_bound_of_no_key(plane: Plane) -> None:
+    client = await plane.tenant("acme")
+    answer = await client.post("/tenants/acme/keys", json={"priority": "high"})
+    assert made(answer, 422)["errors"][0]["pointer"] == "/priority"
+    assert made(await client.post("/tenants/acme/keys", json={"priority": "batch"}))["priority"] == "batch"
+    high = made(await plane.admin.post("/tenants/acme/keys", json={"priority": "high"}))
+    answer = await client.post(f"/tenants/acme/keys/{high['id']}:rotate")
+    assert made(answer, 403)["code"] == "insufficient_scope"
+    again = made(await plane.admin.post(f"/tenants/acme/keys/{high['id']}:rotate"))
+    listed = (await client.get("/tenants/acme/keys")).json()["data"]
+    assert [key["priority"] for key in listed] == ["normal", "batch", "high", "high"] and again["priority"] == "high"
+
+
 @pytest.mark.parametrize(
     ("body", "pointer"),
     [

@@ -7,19 +7,22 @@ import pytest
 from gateway.core.objectives import objective, unmeetable
 from runtime.core.device.request import Objective
 from store.contract.deployments import Slo
+from store.contract.priorities import Priority
+
+BATCH, HIGH = Priority.BATCH, Priority.HIGH
 
 
 @pytest.mark.parametrize(
     ("priority", "weight", "expected"),
     [
-        ("high", 1.0, Objective(ttft_s=2.0, tbt_s=0.05, patience_s=6.0)),
-        ("normal", 1.0, Objective(ttft_s=2.0, tbt_s=0.05, patience_s=1.5)),
-        ("normal", 10.0, Objective(ttft_s=2.0, tbt_s=0.05, patience_s=15.0)),
-        ("batch", 10.0, Objective(ttft_s=20.0, tbt_s=0.5, patience_s=0.0)),
+        (HIGH, 1.0, Objective(ttft_s=2.0, tbt_s=0.05, patience_s=6.0, priority=HIGH)),
+        (Priority.NORMAL, 1.0, Objective(ttft_s=2.0, tbt_s=0.05, patience_s=1.5)),
+        (Priority.NORMAL, 10.0, Objective(ttft_s=2.0, tbt_s=0.05, patience_s=15.0)),
+        (BATCH, 10.0, Objective(ttft_s=20.0, tbt_s=0.5, patience_s=0.0, priority=BATCH)),
     ],
 )
 def test_patience_is_that_of_the_priority_times_the_tenants_weight(
-    priority: str, weight: float, expected: Objective
+    priority: Priority, weight: float, expected: Objective
 ) -> None:
     assert objective(Slo(ttft_ms=2000, tbt_ms=50), priority, weight) == expected
 

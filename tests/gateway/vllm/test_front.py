@@ -17,6 +17,7 @@ from gateway.inference.meter import Meter
 from gateway.inference.relay import Relay
 from gateway.vllm.front import Deps, Fronts
 from store.contract import wire
+from store.contract.priorities import Priority
 from store.contract.wire import Delta, Finish, ModelState, Residency
 from tests.conftest import ROOT
 from tests.gateway.plane import Plane, made
@@ -102,3 +103,33 @@ async def test_a_request_carries_its_deployments_objective_under_ids_alone(plane
     assert 1_000 < first.ttft_s < 2_000  # the time at the gateway is subtracted
     assert second.patience_s == 3.0
     assert (third.tbt_s, third.patience_s) == (0.5, 0.0) and 19_000 < third.ttft_s < 20_000
+    assert [run.priority for run in runs] == [Priority.HIGH, Priority.HIGH, Priority.BATCH]
+
+
+async def test_a_request_asks_for_a_priority_within_the_bound_of_its_key(plane: Plane) -> None:
+    made(await plane.admin.post("/tenants", json={"name": "acme"}))
+    usual, high = [
+        made(await plane.admin.post("/tenants/acme/keys", json={"priority": bound}))["key"]
+        for bound in ("normal", "high")
+    ]
+    await plane.model("faq", folder=Path(FAQ))
+    slo = {"ttft_ms": 2_000_000}
+    chat = made(await plane.admin.post("/deployments?tenant=acme", json={"name": "chat", "model": "faq", "slo": slo}))
+    runs = await runs_of(plane)
+    await plane.report({chat["engine"]: ModelState(residency=Residency.RESIDENT, load_ms=1.0)})
+    said = [({}, "priority"), ({}, "flex"), ({}, "auto"), ({"x-staccato-priority": "high"}, "flex"), ({}, None)]
+    body = {"model": "chat", "prompt": "hello", "max_tokens": 1}
+    async with asked(plane, high) as client:
+        for headers, tier in said:
+            made(await client.post("/v1/completions", json=body | {"service_tier": tier}, headers=headers), 200)
+        wrong = made(await client.post("/v1/completions", json=body, headers={"x-staccato-priority": "urgent"}), 400)
+        assert "'urgent': say one of batch, normal, high" in wrong["error"]["message"]
+    words = [run.priority.word for run in runs]
+    assert words == ["high", "batch", "normal", "high", "normal"]
+    assert [run.patience_s for run in runs] == [6.0, 0.0, 1.5, 6.0, 1.5]
+    async with asked(plane, usual) as client:
+        answer = await client.post("/v1/completions", json=body | {"service_tier": "priority"})
+        error = made(answer, 403)["error"]
+        assert error["code"] == "priority_too_high" and "may ask for normal at most" in error["message"]
+        made(await client.post("/v1/completions", json=body | {"service_tier": "flex"}), 200)
+    assert len(runs) == len(said) + 1

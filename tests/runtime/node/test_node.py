@@ -17,6 +17,7 @@ from runtime.node.gateways import SILENCE_S
 from runtime.node.runtime import Node
 from store.bus import Bus, ended
 from store.contract import wire
+from store.contract.priorities import Priority
 from store.contract.reports import Report, report_subject
 from store.contract.wire import ModelState, Residency, Role
 from store.settings import SettingsError, read
@@ -87,6 +88,13 @@ async def test_the_least_urgent_and_of_these_the_shortest_move_first(node: Node)
     assert moving is not None
     moving.moving = True
     assert [number for _, number in node._moves.movable("m")] == [2, 1, 4]
+
+
+async def test_high_priority_moves_last_however_patient_other_streams_are(node: Node) -> None:
+    node.take_over(wire.replace(run(1), priority=Priority.HIGH, patience_s=6.0), 0)
+    node.take_over(run(2, patience_s=15.0), 0)
+    node.take_over(wire.replace(run(3), priority=Priority.BATCH, patience_s=0.0), 0)
+    assert [number for _, number in node._moves.movable("m")] == [3, 2, 1]
 
 
 async def test_a_request_goes_to_the_runtime_of_this_host_where_the_model_has_requests_else_where_it_is(

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from runtime.core.fleet.cluster import Rules
+from runtime.core.fleet.headroom import HEADROOM
+from runtime.core.fleet.rebalance import Load
 from runtime.core.fleet.scaling import Band
 from runtime.scheduler import controller as scheduler_module
 from runtime.scheduler.controller import LeasedFleet, Scheduler
@@ -94,6 +96,29 @@ def test_who_waits_for_memory_makes_a_runtime_look_fuller() -> None:
     assert one is not None and other is not None
     assert (one.used_bytes, one.queued_bytes, one.least_bytes) == (3 * PAGE + 900, 540, 7)
     assert (other.used_bytes, other.queued_bytes, other.least_bytes) == (0, 0, None)
+
+
+def reported(states: dict[str, ModelState]) -> Load:
+    fleet = LeasedFleet(Rules())
+    told(fleet, 1.0, wire.replace(lease("r1"), models=states))
+    report = fleet.cluster.devices[0].report
+    assert report is not None
+    return report
+
+
+def test_weights_kept_without_requests_are_room_for_keys_and_values() -> None:
+    works = ModelState(residency=Residency.RESIDENT, weights_pages=20, running=1)
+    idle = ModelState(residency=Residency.RESIDENT, weights_pages=10)
+    parked = ModelState(residency=Residency.STAGED, weights_pages=5, waiting=1)
+    assert reported({"a": works, "b": idle, "c": parked}).kv_bytes == (64 - 20) * PAGE
+
+
+def test_a_running_request_of_high_priority_makes_a_runtime_look_fuller() -> None:
+    usual = ModelState(residency=Residency.RESIDENT, weights_pages=4, running=2, busy=0.25)
+    one, other = reported({"a": wire.replace(usual, high=1)}), reported({"a": usual})
+    assert one.busy - other.busy == pytest.approx(HEADROOM)
+    assert one.used_bytes - other.used_bytes == pytest.approx(HEADROOM * 60 * PAGE)
+    assert one.shares == other.shares == {"a": 0.25}, "a move is decided by what requests need"
 
 
 # ── how many there should be ──────────────────────────────────────────────────────────────────────────────────────────

@@ -20,6 +20,7 @@ from runtime.core.device.request import ModelKey, Objective, Request, RequestId
 from runtime.core.ledgers.fair_share import BALANCE_S_MOST, OVER_S
 from runtime.core.turns.slack import STEPS_MOST, Slack
 from runtime.core.turns.turn import RoundRobin, Turns
+from store.contract.priorities import Priority
 from tests.runtime.world import PAGE_BYTES, World, prepared, request, spec
 
 WEIGHTS = {"": 1.0, "x": 0.5, "y": 4.0}
@@ -30,6 +31,7 @@ OBJECTIVES = st.builds(
     ttft_s=st.sampled_from([0.0, 0.25, 4.0]),
     tbt_s=st.sampled_from([1 / 64, 0.125, 1.0]),
     patience_s=st.sampled_from([0.0, 1.5, 100.0]),
+    priority=st.sampled_from(Priority),
 )
 
 
@@ -294,11 +296,15 @@ def test_a_segment_is_as_good_as_its_steps_one_by_one(clients: list[Client], spa
 
 
 LOST, PATIENT = Objective(0.0, 1.0, 0.0), Objective(4.0, 1.0, 100.0)
+SOON_LOST = Objective(0.0, 1 / 64, 1.5)
+URGENT = Objective(0.25, 1 / 64, 100.0, Priority.HIGH)  # late at all times: more than the device can do
 
 
 @settings(max_examples=15)
 @given(crowds(), st.integers(0, 6), st.integers(0, 2))
 @example([Client("a", 8, LOST), Client("a", 8, PATIENT), Client("a", 8, PATIENT), Client("b", 8, PATIENT)], 0, 0)
+@example([Client("a", 8, SOON_LOST), Client("b", 8, URGENT), Client("c", 8, URGENT)], 0, 0)
+@example([Client("a", 8, SOON_LOST), Client("b", 8, URGENT), Client("b", 8, URGENT), Client("c", 8, URGENT)], 6, 2)
 def test_by_slack_no_request_starves_for_long(clients: list[Client], spare: int, lag: int) -> None:
     """The bound: a request whose token is lost makes other models wait again `STARVED_S` after the request's last
     token. From then on the request's model is behind late models that are not lost, by `patience_s` at most, and behind

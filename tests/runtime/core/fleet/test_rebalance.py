@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from runtime.core.device.request import ModelKey, Objective, RequestId
+from runtime.core.device.request import ModelKey, RequestId
+from runtime.core.fleet.headroom import HEADROOM
 from runtime.core.fleet.rebalance import (
     FULL_STEPS,
     HIGH_STEPS,
     LOW_STEPS,
     Load,
-    Priority,
     RequestMemory,
     freeness,
     helps,
@@ -21,10 +21,10 @@ from runtime.core.fleet.rebalance import (
     pick,
     pick_model,
     pooled,
-    priority,
     total,
     without,
 )
+from store.contract.priorities import Priority
 
 GB = 1e9
 NOBODY: frozenset[int] = frozenset()
@@ -41,23 +41,19 @@ def load(device: int, used_gb: float, running: int = 4, gb: float = 10.0, busy: 
 
 
 def test_of_those_that_wait_only_the_first_uses_what_it_waits_for() -> None:
-    told = load_of(0, 0.0, 10 * GB, [usage("a", 3), usage("b", 8, waits=True), usage("c", 5, waits=True)], {}, {})
+    told = load_of(0, 0.0, 10 * GB, [usage("a", 3), usage("b", 8, waits=True), usage("c", 5, waits=True)], {})
     assert (told.used_bytes, told.running, told.waiting) == (11 * GB, 1, 2)
     assert told.queued_bytes == 5 * GB
     assert freeness(told) == -1 * GB / 2e6  # the request counts to the batch, too
 
 
 def test_the_space_around_requests_of_high_priority_is_theirs_together() -> None:
-    headroom = {Priority.HIGH: 2 * GB}
     one = [usage("a", 1, rank=Priority.HIGH), usage("b", 1)]
     two = [usage("a", 1, rank=Priority.HIGH), usage("b", 1, rank=Priority.HIGH)]
-    used = [load_of(0, 0.0, 10 * GB, each, {}, headroom).used_bytes for each in (one, two, one[1:])]
-    assert used == [4 * GB, 4 * GB, 1 * GB]
-
-
-def test_priorities_are_those_that_the_patience_of_objectives_stands_for() -> None:
-    patience = {0.0: Priority.BATCH, 1.5: Priority.NORMAL, 6.0: Priority.HIGH}
-    assert all(priority(Objective(patience_s=each)) is rank for each, rank in patience.items())
+    waits = [usage("a", 2, rank=Priority.HIGH, waits=True)]
+    loads = [load_of(0, 0.0, 10 * GB, each, {ModelKey("m"): 0.25}) for each in (one, two, one[1:], waits)]
+    assert [each.used_bytes / GB for each in loads] == [2 + 10 * HEADROOM, 2 + 10 * HEADROOM, 1, 2]
+    assert [each.busy for each in loads] == [0.25 + HEADROOM, 0.25 + HEADROOM, 0.25, 0.25]
 
 
 def test_freeness_is_the_number_of_steps_until_memory_or_time_is_used_up() -> None:
@@ -99,12 +95,12 @@ def test_the_only_request_of_a_device_does_not_change_places() -> None:
 def test_what_can_go_counts_and_not_what_a_mean_request_would_be() -> None:
     """A long prompt waits for room, and a short prompt waits only behind the long prompt."""
     usages = [usage("a", 4), usage("b", 4), usage("c", 5, waits=True), usage("d", 0.1, waits=True)]
-    source = load_of(0, 0.0, 10 * GB, usages, {}, {})
+    source = load_of(0, 0.0, 10 * GB, usages, {})
     target = load(1, 7.0)
     assert not helps(source, target, drains=False)
     assert pairs([source, target], NOBODY) == [(0, 1)]
     on_its_way = [replace(each, moves=True) for each in usages[2:]]
-    assert load_of(0, 0.0, 10 * GB, [*usages[:2], *on_its_way], {}, {}).least_bytes == 4 * GB
+    assert load_of(0, 0.0, 10 * GB, [*usages[:2], *on_its_way], {}).least_bytes == 4 * GB
     assert pick(usages, 3 * GB) == usages[3]
 
 
@@ -160,7 +156,7 @@ def test_requests_moved_one_by_one_come_to_rest(devices: list[list[float]]) -> N
     names = iter(range(100))
     there = [[usage(f"{next(names)}", gb) for gb in sizes] for sizes in devices]
     for _ in range(400):
-        loads = [load_of(number, 0.0, 10 * GB, usages, {}, {}) for number, usages in enumerate(there)]
+        loads = [load_of(number, 0.0, 10 * GB, usages, {}) for number, usages in enumerate(there)]
         goes = []
         for source, target in pairs(loads, NOBODY):
             chosen = pick(there[source], loads[target].kv_bytes - loads[target].used_bytes)
@@ -209,7 +205,7 @@ def test_who_waits_goes_first_then_the_lowest_priority_then_the_shortest() -> No
 
 def test_the_largest_model_goes_that_makes_two_devices_more_alike() -> None:
     shares = {ModelKey("a"): 0.5, ModelKey("b"): 0.3, ModelKey("c"): 0.1}
-    source = load_of(0, 0.0, 10 * GB, [], shares, {})
+    source = load_of(0, 0.0, 10 * GB, [], shares)
     assert source.busy == sum(shares.values())
     assert pick_model(source, load(1, 0.0, busy=0.2), drains=False) == "b"
     assert pick_model(source, load(1, 0.0, busy=0.85), drains=False) is None

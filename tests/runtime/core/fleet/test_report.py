@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from runtime.core.fleet.dispatch import LOAD_SHARE
+from runtime.core.fleet.headroom import HEADROOM
 from runtime.core.fleet.report import report_of
 from runtime.core.fleet.watched import WatchedFleet
 from runtime.core.ledgers.costs import Law, LawCosts
-from store.contract.wire import EngineSpec, Lease, ModelState, Residency
+from store.contract.wire import EngineSpec, Lease, ModelState, Residency, replace
 
 PAGE = 1 << 20
 LAW = Law(
@@ -69,6 +70,17 @@ def test_memory_counts_what_requests_have_and_what_they_wait_for() -> None:
     report = report_of(lease(a=full, b=waits, c=idle), 1, COSTS, {"a": 1, "b": 1})
     assert report.full == pytest.approx(55 / 50)
     assert report.seats["a"].kv == pytest.approx(45 / 50) and report.seats["b"].kv == pytest.approx(10 / 50)
+
+
+def test_a_running_request_of_high_priority_keeps_other_requests_away() -> None:
+    """The headroom does not grow with the number of such requests, and belongs to no model."""
+    usual = ModelState(residency=Residency.RESIDENT, weights_pages=50, kv_pages=10, running=3, busy=0.25)
+    none, one, two = (
+        report_of(lease(a=replace(usual, high=high)), 1, COSTS, {"a": 3, "b": 0, "c": 0}) for high in (0, 1, 2)
+    )
+    assert one.load == two.load == pytest.approx(none.load + HEADROOM)
+    assert one.full == two.full == pytest.approx(none.full + HEADROOM)
+    assert one.seats == none.seats
 
 
 def test_weights_are_here_when_all_are_on_the_device_or_coming_in() -> None:
