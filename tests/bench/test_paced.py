@@ -1,4 +1,4 @@
-"""The bench with paced engines runs: a small fleet serves a few seconds of a trace, with a kill and a drain."""
+"""The bench with paced engines runs: a small fleet serves a few seconds of a trace, while a runtime is killed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from tests.bench.fleet import bench_paced
 from tests.bench.fleet.paced_gateway import ChosenRuntime
 from tests.conftest import ROOT
 
-SMALL = ("--models-per-gpu", "4", "--gpus", "3", "--minutes", "0.2", "--seed", "9")
+SMALL = ("--models-per-gpu", "4", "--gpus", "2", "--minutes", "0.15", "--seed", "2")
 
 
-def test_a_small_fleet_serves_a_trace_and_loses_no_request_to_a_kill_and_a_drain(tmp_path: Path) -> None:
+def test_a_small_fleet_serves_a_trace_and_loses_no_request_with_a_runtime(tmp_path: Path) -> None:
     output = tmp_path / "answer.jsonl"
-    command = [sys.executable, bench_paced.__file__, *SMALL, "--kill", "--drain", "--output", str(output)]
+    command = [sys.executable, bench_paced.__file__, *SMALL, "--kill", "--output", str(output)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert output.exists(), ran.stderr
     answer = json.loads(output.read_text())
     assert answer["lost"] == [] and answer["real"]["finished"] == 1
-    assert answer["real"]["placements"] + answer["real"]["splits"] <= answer["requests"]
-    assert answer["real"]["fetches"] >= 1 and answer["noise"]["late_p99_ms"] > 0
+    assert answer["real"]["fetches"] >= answer["real"]["placements"] >= 1 and answer["noise"]["busy"] > 0
 
 
 def test_a_request_beside_its_model_is_a_split_unless_every_runtime_with_the_model_is_hot() -> None:

@@ -31,12 +31,14 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
@@ -57,9 +59,9 @@ from runtime.sim.dispatch.gateways import GatewayDispatch, choose_serving, gatew
 from runtime.sim.dispatch.sight import Sight  # noqa: E402
 from runtime.sim.replay import replay_choices  # noqa: E402
 from runtime.sim.simulation import Simulation  # noqa: E402
-from runtime.sim.workload import RESTART_S, InjectedFault, Workload, base  # noqa: E402
+from runtime.sim.workload import RESTART_S, SILENT_S, InjectedFault, Workload, base  # noqa: E402
 from runtime.sim.world import World, kept_of  # noqa: E402
-from store.bus import Bus  # noqa: E402
+from store.bus import Bus, ended  # noqa: E402
 from store.contract import grants, wire  # noqa: E402
 from store.contract.wire import EngineSpec  # noqa: E402
 from tests.bench.fleet import paced, paced_gateway  # noqa: E402
@@ -73,6 +75,8 @@ WARM_S, DRAIN_S = 60.0, 60.0  # requests before are not counted, at most a quart
 KILLED, DRAINED = 1, 2  # numbers of runtimes
 KILL_AT, DRAIN_AT = 1 / 3, 2 / 3  # parts of the trace
 HOST_CACHE_BYTES = 16 << 20  # holds nothing: paced engines have no images
+GAP_S_MOST = 0.02  # a longer gap between two steps is a wait for weights or requests
+QUIET = {"STACCATO_LOG_LEVEL": "error"}  # for processes whose environment says nothing else
 READY_S = 60.0  # until a fleet is up, besides the loads of its models
 
 
@@ -117,6 +121,16 @@ def stretched(profile: Profile, by: float) -> Profile:
     assert profile.law is not None
     slow = {name: getattr(profile.law, name) * by for name in Law.__struct_fields__}
     return msgspec.structs.replace(profile, law=Law(**slow))
+
+
+def as_seen(drill: Drill, noise: MachineNoise) -> Drill:
+    """The drill on devices that also take the measured time of the loop between two steps."""
+    assert drill.profile.law is not None
+    law, loop_s, switch_s = drill.profile.law, noise.loop_ms / 1e3, max(0.0, noise.switch_ms - noise.loop_ms) / 1e3
+    slower = msgspec.structs.replace(
+        law, step_s=law.step_s + loop_s, prefill_s=law.prefill_s + loop_s, switch_s=law.switch_s + switch_s
+    )
+    return replace(drill, profile=msgspec.structs.replace(drill.profile, law=slower))
 
 
 def drill_of(asked: argparse.Namespace) -> Drill:
@@ -174,6 +188,8 @@ def simulated(drill: Drill, sight_seed: int) -> PacedFigures:
     duration_s = drill.work.duration_s
     faults = [InjectedFault(KILL_AT * duration_s, KILLED, "hangs")] if drill.kill else []
     world = World(drill.work, drill.profile, Slack, dispatch, drill.devices, drill.objective, faults=faults)
+    if drill.kill:
+        world.at(KILL_AT * duration_s + SILENT_S + RESTART_S + 1.0, partial(_wake, world), KILLED)
     if drill.drain:
         world.at(DRAIN_AT * duration_s, partial(_drain, world, dispatch), DRAINED)
     world.run(drill.drain_s)
@@ -188,6 +204,12 @@ def simulated(drill: Drill, sight_seed: int) -> PacedFigures:
         splits=result.splits,
         finished=result.finished,
     )
+
+
+def _wake(world: World, number: int) -> None:
+    """Load every model once, as a runtime does after its start."""
+    for model in world.costs:
+        world.devices[number].wake(model)
 
 
 def _drain(world: World, dispatch: DrillDispatch, number: int) -> None:
@@ -248,17 +270,20 @@ class PacedFleet:
             os.close(host_cache)
 
     async def start(self, number: int) -> None:
-        environment = os.environ | {
-            "STACCATO_NATS_URL": self.url,
-            "STACCATO_RUNTIME_ID": str(number),
-            "STACCATO_DEVICE_MEMORY": str(self.drill.profile.memory_bytes),
-            "STACCATO_PROFILE": str(self.folder / "profile.json"),
-            "STACCATO_HOST_CACHE": str(HOST_CACHE_BYTES),
-            "STACCATO_HOST_CACHE_FD": str(self.host_cache),
-            "STACCATO_DRAIN_S": "0",
-            "STACCATO_LOG_LEVEL": "error",
-            paced.FOLDER: str(self.folder),
-        }
+        environment = (
+            QUIET
+            | os.environ
+            | {
+                "STACCATO_NATS_URL": self.url,
+                "STACCATO_RUNTIME_ID": str(number),
+                "STACCATO_DEVICE_MEMORY": str(self.drill.profile.memory_bytes),
+                "STACCATO_PROFILE": str(self.folder / "profile.json"),
+                "STACCATO_HOST_CACHE": str(HOST_CACHE_BYTES),
+                "STACCATO_HOST_CACHE_FD": str(self.host_cache),
+                "STACCATO_DRAIN_S": "0",
+                paced.FOLDER: str(self.folder),
+            }
+        )
         command = (sys.executable, paced.__file__, "node")
         self.nodes[number] = await asyncio.create_subprocess_exec(*command, env=environment, pass_fds=[self.host_cache])
 
@@ -332,12 +357,14 @@ async def _until(when: float) -> None:
 
 
 class MachineNoise(msgspec.Struct, frozen=True):
-    """How well the machine kept the pace of the bench, in milliseconds."""
+    """How well the machine kept the pace of the bench. Times are milliseconds."""
 
     late_p50_ms: float  # by how much a step was too long
     late_p99_ms: float
-    between_p50_ms: float  # between two steps of a model, for the loop of the device
+    late_max_ms: float
     sent_late_p99_ms: float  # by how much a request was sent too late
+    loop_ms: float  # from a step to the model's next step, in the mean
+    switch_ms: float  # from a step to the step of another model, if the device had no wait between
     busy: float  # share of the devices' time spent in steps
 
 
@@ -371,7 +398,7 @@ async def played(fleet: PacedFleet, folder: Path) -> float:
             *(sys.executable, paced_gateway.__file__, str(number), str(folder)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"STACCATO_LOG_LEVEL": "error"},
+            env=QUIET | os.environ,
         )
         for number in range(drill.gateways)
     ]
@@ -385,7 +412,9 @@ async def played(fleet: PacedFleet, folder: Path) -> float:
         hurting = asyncio.create_task(fleet.hurt(began))
         async with asyncio.timeout(drill.work.duration_s + drill.drain_s + READY_S):
             codes = [await process.wait() for process in gateways]
-        await hurting
+        if hurting.done():
+            hurting.result()
+        await ended(hurting)
         assert codes == [0] * drill.gateways, f"gateways ended with {codes}: see their standard error"
         return began
     finally:
@@ -404,7 +433,7 @@ def run_of(drill: Drill, folder: Path, began: float) -> PacedRun:
         assert not replayed.difference, replayed.difference
         choices += replayed.chosen
     assert len(requests) == len(drill.work.at_s), "a request of the trace was not sent"
-    fetches, steps = devices_of(folder, began)
+    fetches, devices = devices_of(folder, began)
     counted = [request for request in requests if request.arrived_at - began >= drill.counted_from_s]
     kept = kept_of(counted)
     ttfts = sorted(request.progress.first_at - request.arrived_at for request in counted)
@@ -420,27 +449,31 @@ def run_of(drill: Drill, folder: Path, began: float) -> PacedRun:
         finished=sum(request.sent >= request.max_tokens for request in requests) / len(requests),
     )
     lost = [error for result in results for error in result.errors]
-    noise = noise_of(steps, [late_s for result in results for late_s in result.late_s], drill)
+    noise = noise_of(devices, [late_s for result in results for late_s in result.late_s])
     return PacedRun(figures, noise, lost, choices)
 
 
-Step = tuple[float, float, float, float]  # see paced.DeviceRecord
+class TimedStep(NamedTuple):
+    """A step of a paced device, in seconds: see paced.DeviceRecord."""
+
+    began: float
+    took_s: float
+    late_s: float
+    between_s: float
 
 
-def devices_of(folder: Path, began: float) -> tuple[int, list[Step]]:
-    """Number of fetches since the trace began, and the steps since, over all device processes."""
-    fetches, steps = 0, list[Step]()
+def devices_of(folder: Path, began: float) -> tuple[int, list[list[TimedStep]]]:
+    """Number of fetches since the trace began, and the steps of each device process since."""
+    fetches, devices = 0, list[list[TimedStep]]()
     for path in folder.glob("device-*.txt"):
-        lines = path.read_text().split("\n")[:-1]  # the last line may be incomplete
-        for kind, at, *rest in map(str.split, lines):
-            if float(at) < began:
-                continue
-            if kind == "fetch":
-                fetches += 1
-            elif len(rest) == 3:
-                took_s, late_s, between_s = map(float, rest)
-                steps.append((float(at), took_s, late_s, between_s))
-    return fetches, steps
+        steps: list[TimedStep] = []
+        for line in path.read_text().split("\n")[:-1]:  # the last line may be incomplete
+            kind, *times = line.split()
+            if float(times[0]) >= began:
+                fetches += kind == "fetch"
+                steps += [TimedStep(*map(float, times))] if kind == "step" else []
+        devices.append(steps)
+    return fetches, devices
 
 
 def places_of(noted: Iterable[ChosenRuntime]) -> tuple[int, int]:
@@ -458,17 +491,41 @@ def places_of(noted: Iterable[ChosenRuntime]) -> tuple[int, int]:
     return placements, splits
 
 
-def noise_of(steps: Sequence[Step], sent_late_s: Sequence[float], drill: Drill) -> MachineNoise:
-    late = sorted(late_s for _, _, late_s, _ in steps)
-    between = sorted(between_s for _, _, _, between_s in steps if between_s >= 0)
-    span_s = max(at for at, *_ in steps) - min(at for at, *_ in steps)
+def noise_of(devices: Sequence[Sequence[TimedStep]], sent_late_s: Sequence[float]) -> MachineNoise:
+    steps = [step for device in devices for step in device]
+    late = sorted(step.late_s for step in steps)
+    span_s = max(step.began for step in steps) - min(step.began for step in steps)
+    count = len({index for index, device in enumerate(devices) if device})
+    gaps = [gap for device in devices for gap in gaps_of(device) if gap.seconds < GAP_S_MOST]
     return MachineNoise(
         late_p50_ms=round(1e3 * _quantile(late, 0.5), 3),
         late_p99_ms=round(1e3 * _quantile(late, 0.99), 3),
-        between_p50_ms=round(1e3 * _quantile(between, 0.5), 3),
+        late_max_ms=round(1e3 * late[-1], 3),
         sent_late_p99_ms=round(1e3 * _quantile(sorted(sent_late_s), 0.99), 3),
-        busy=round(sum(took_s for _, took_s, _, _ in steps) / span_s / drill.devices, 3),
+        loop_ms=round(1e3 * _mean(gap.seconds for gap in gaps if not gap.switch), 3),
+        switch_ms=round(1e3 * _mean(gap.seconds for gap in gaps if gap.switch), 3),
+        busy=round(sum(step.took_s for step in steps) / span_s / count, 3),
     )
+
+
+class StepGap(NamedTuple):
+    """Time between two steps of a device; `switch`: the steps were of two models."""
+
+    seconds: float
+    switch: bool
+
+
+def gaps_of(steps: Sequence[TimedStep]) -> Iterator[StepGap]:
+    """Gaps between successive steps. A late step makes the next sleep shorter: see paced.Pacer."""
+    owed_s = 0.0
+    for step, following in pairwise(steps):
+        ended = step.began + max(0.0, step.took_s - owed_s + step.late_s)
+        owed_s = step.late_s
+        yield StepGap(max(0.0, following.began - ended), following.between_s < 0)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.mean(list(values) or [0.0])
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
@@ -485,15 +542,15 @@ def kept_promise(said: PacedFigures, run: PacedRun) -> bool:
     return points <= POINTS and abs(real.fetches / said.fetches - 1) <= SHARE and not run.lost
 
 
-def show(all_said: Sequence[PacedFigures], run: PacedRun) -> None:
-    said = median(all_said)
-    print(f"{'':24} {'simulated':>10} {'lowest':>10} {'highest':>10} {'real':>10} {'ratio':>7}")
+def show(before: PacedFigures, seen: Sequence[PacedFigures], run: PacedRun) -> None:
+    said = median(seen)
+    print(f"{'':24} {'beforehand':>10} {'as seen':>10} {'lowest':>10} {'highest':>10} {'real':>10} {'ratio':>7}")
     for name in PacedFigures.__struct_fields__:
-        each, real = [getattr(figures, name) for figures in all_said], getattr(run.figures, name)
-        middle = getattr(said, name)
-        ratio = f"{real / middle:.3f}" if middle else "-"
-        print(f"{name:24} {middle:10.4g} {min(each):10.4g} {max(each):10.4g} {real:10.4g} {ratio:>7}")
-    print(f"replayed choices: {run.choices}; requests lost: {run.lost or 'none'}")
+        each, real = [getattr(figures, name) for figures in seen], getattr(run.figures, name)
+        columns = (getattr(before, name), getattr(said, name), min(each), max(each), real)
+        ratio = f"{real / columns[1]:.3f}" if columns[1] else "-"
+        print(f"{name:24}", *(f"{value:10.4g}" for value in columns), f"{ratio:>7}")
+    print(f"choices replayed: {run.choices}; errors: {run.lost or 'none'}")
     print(f"machine: {msgspec.json.encode(run.noise).decode()}, load {load()}", flush=True)
 
 
@@ -512,16 +569,17 @@ def main() -> int:
     option("--output", type=Path, help="a file for a line with the answer")
     asked = parser.parse_args()
     drill = drill_of(asked)
-    all_said = [simulated(drill, seed) for seed in SIGHTS]
-    present = median([simulated(replace(drill, old_rule=False), seed) for seed in SIGHTS])
+    before = median([simulated(drill, seed) for seed in SIGHTS])
     run = asyncio.run(measured(drill))
-    show(all_said, run)
-    met = kept_promise(present, run)
+    seen = [simulated(as_seen(drill, run.noise), seed) for seed in SIGHTS]
+    show(before, seen, run)
+    present = as_seen(replace(drill, old_rule=False), run.noise)
+    met = kept_promise(median([simulated(present, seed) for seed in SIGHTS]), run)
     print("as the simulator says of the present rule:", "yes" if met else "no")
     if asked.output:
         row = {key: value for key, value in vars(asked).items() if key != "output"}
         row |= {"at": datetime.now(UTC).isoformat(timespec="seconds"), "requests": len(drill.work.at_s), "load": load()}
-        row |= {"predicted": [msgspec.to_builtins(said) for said in all_said], "met": met}
+        row |= {"beforehand": msgspec.to_builtins(before), "as_seen": msgspec.to_builtins(seen), "met": met}
         row |= {"real": msgspec.to_builtins(run.figures), "lost": run.lost, "noise": msgspec.to_builtins(run.noise)}
         with asked.output.open("a") as file:
             file.write(json.dumps(row) + "\n")
