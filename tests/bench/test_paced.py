@@ -21,7 +21,7 @@ def test_a_small_fleet_serves_a_trace_and_loses_no_request_with_a_runtime(tmp_pa
     assert output.exists(), ran.stderr
     answer = json.loads(output.read_text())
     assert answer["lost"] == [] and answer["real"]["finished"] == 1
-    assert answer["real"]["fetches"] >= answer["real"]["placements"] >= 1 and answer["noise"]["busy"] > 0
+    assert min(answer["real"]["fetches"], answer["real"]["placements"]) >= 1 and answer["noise"]["busy"] > 0
 
 
 def test_a_request_beside_its_model_is_a_split_unless_every_runtime_with_the_model_is_hot() -> None:

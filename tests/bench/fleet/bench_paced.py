@@ -31,14 +31,12 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
@@ -46,9 +44,10 @@ sys.path.insert(0, str(ROOT))
 import msgspec  # noqa: E402
 
 from gateway.inference.runtimes import RuntimesView  # noqa: E402
+from runtime.core.device.events import MoveStep  # noqa: E402
 from runtime.core.device.model import Phase  # noqa: E402
 from runtime.core.device.request import ModelKey, Objective, Request  # noqa: E402
-from runtime.core.fleet.cluster import Cluster, MigrateOrder  # noqa: E402
+from runtime.core.fleet.cluster import Cluster  # noqa: E402
 from runtime.core.fleet.dispatch import NO_RUNTIMES, SeenFleet  # noqa: E402
 from runtime.core.ledgers.costs import Law, Profile, load_profile  # noqa: E402
 from runtime.core.turns.slack import Slack  # noqa: E402
@@ -57,6 +56,7 @@ from runtime.sim.device import SimulatedDevice  # noqa: E402
 from runtime.sim.dispatch.base import Assigned  # noqa: E402
 from runtime.sim.dispatch.gateways import GatewayDispatch, choose_serving, gateway_of  # noqa: E402
 from runtime.sim.dispatch.sight import Sight  # noqa: E402
+from runtime.sim.moves import PAUSE_S  # noqa: E402
 from runtime.sim.replay import replay_choices  # noqa: E402
 from runtime.sim.simulation import Simulation  # noqa: E402
 from runtime.sim.workload import RESTART_S, SILENT_S, InjectedFault, Workload, base  # noqa: E402
@@ -65,6 +65,7 @@ from store.bus import Bus, ended  # noqa: E402
 from store.contract import grants, wire  # noqa: E402
 from store.contract.wire import EngineSpec  # noqa: E402
 from tests.bench.fleet import paced, paced_gateway  # noqa: E402
+from tests.bench.fleet.paced import MachineNoise, devices_of, noise_of, quantile  # noqa: E402
 from tests.bench.fleet.paced_gateway import ChosenRuntime, PacedGatewayResult, PacedTrace, fewest  # noqa: E402
 from tests.bench.timing import load  # noqa: E402
 from tests.conftest import NatsServer  # noqa: E402
@@ -75,7 +76,6 @@ WARM_S, DRAIN_S = 60.0, 60.0  # requests before are not counted, at most a quart
 KILLED, DRAINED = 1, 2  # numbers of runtimes
 KILL_AT, DRAIN_AT = 1 / 3, 2 / 3  # parts of the trace
 HOST_CACHE_BYTES = 16 << 20  # holds nothing: paced engines have no images
-GAP_S_MOST = 0.02  # a longer gap between two steps is a wait for weights or requests
 QUIET = {"STACCATO_LOG_LEVEL": "error"}  # for processes whose environment says nothing else
 READY_S = 60.0  # until a fleet is up, besides the loads of its models
 
@@ -213,14 +213,28 @@ def _wake(world: World, number: int) -> None:
 
 
 def _drain(world: World, dispatch: DrillDispatch, number: int) -> None:
-    """Move the requests of a device away, as a node does that drains, and again a second later while some are left."""
+    """Move all requests of a device away, as a draining node does: at once, even to a device without the model."""
     world.cluster.leaves(number)
     source = world.devices[number]
-    left = {request.model: request for request in source.left_behind()}
-    targets = {model: dispatch.target(request, world.cluster, world.now) for model, request in left.items()}
-    world.moves.order([MigrateOrder(number, target, model) for model, target in targets.items()])
-    if left:
-        world.at(world.now + 1.0, partial(_drain, world, dispatch), number)
+    for request in source.left_behind():
+        target = world.devices[dispatch.target(request, world.cluster, world.now)]
+        source.between_steps(request.model, partial(_leave, world, source, target), request)
+
+
+def _leave(world: World, source: SimulatedDevice, target: SimulatedDevice, request: Request) -> None:
+    if source.has(request):
+        costs = source.costs[request.model]
+        copy_s = request.context * costs.kv_bytes_per_token * costs.copy_s_per_byte
+        source.happen(MoveStep("release", request.model, request.id))
+        world.cluster.ended(request, source.number)
+        world.at(world.now + (PAUSE_S + copy_s if request.computed else 0.0), partial(_land, world, target), request)
+
+
+def _land(world: World, target: SimulatedDevice, request: Request) -> None:
+    moved = replace(request, handed=request.computed)
+    moved.progress = request.progress
+    world.moved(moved, target.number)
+    target.arrive(moved)
 
 
 def median(all_figures: Sequence[PacedFigures]) -> PacedFigures:
@@ -356,18 +370,6 @@ async def _until(when: float) -> None:
 # ── measured ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class MachineNoise(msgspec.Struct, frozen=True):
-    """How well the machine kept the pace of the bench. Times are milliseconds."""
-
-    late_p50_ms: float  # by how much a step was too long
-    late_p99_ms: float
-    late_max_ms: float
-    sent_late_p99_ms: float  # by how much a request was sent too late
-    loop_ms: float  # from a step to the model's next step, in the mean
-    switch_ms: float  # from a step to the step of another model, if the device had no wait between
-    busy: float  # share of the devices' time spent in steps
-
-
 @dataclass(frozen=True)
 class PacedRun:
     """Results of a real run."""
@@ -441,8 +443,8 @@ def run_of(drill: Drill, folder: Path, began: float) -> PacedRun:
     figures = PacedFigures(
         token_attainment=kept.token_attainment,
         first_token_attainment=kept.first_token_attainment,
-        ttft_p50_s=_quantile(ttfts, 0.5),
-        ttft_p99_s=_quantile(ttfts, 0.99),
+        ttft_p50_s=quantile(ttfts, 0.5),
+        ttft_p99_s=quantile(ttfts, 0.99),
         fetches=fetches,
         placements=placements,
         splits=splits,
@@ -451,29 +453,6 @@ def run_of(drill: Drill, folder: Path, began: float) -> PacedRun:
     lost = [error for result in results for error in result.errors]
     noise = noise_of(devices, [late_s for result in results for late_s in result.late_s])
     return PacedRun(figures, noise, lost, choices)
-
-
-class TimedStep(NamedTuple):
-    """A step of a paced device, in seconds: see paced.DeviceRecord."""
-
-    began: float
-    took_s: float
-    late_s: float
-    between_s: float
-
-
-def devices_of(folder: Path, began: float) -> tuple[int, list[list[TimedStep]]]:
-    """Number of fetches since the trace began, and the steps of each device process since."""
-    fetches, devices = 0, list[list[TimedStep]]()
-    for path in folder.glob("device-*.txt"):
-        steps: list[TimedStep] = []
-        for line in path.read_text().split("\n")[:-1]:  # the last line may be incomplete
-            kind, *times = line.split()
-            if float(times[0]) >= began:
-                fetches += kind == "fetch"
-                steps += [TimedStep(*map(float, times))] if kind == "step" else []
-        devices.append(steps)
-    return fetches, devices
 
 
 def places_of(noted: Iterable[ChosenRuntime]) -> tuple[int, int]:
@@ -489,47 +468,6 @@ def places_of(noted: Iterable[ChosenRuntime]) -> tuple[int, int]:
             splits += 1
         there[each.model][each.runtime] += 1 if each.came else -1
     return placements, splits
-
-
-def noise_of(devices: Sequence[Sequence[TimedStep]], sent_late_s: Sequence[float]) -> MachineNoise:
-    steps = [step for device in devices for step in device]
-    late = sorted(step.late_s for step in steps)
-    span_s = max(step.began for step in steps) - min(step.began for step in steps)
-    count = len({index for index, device in enumerate(devices) if device})
-    gaps = [gap for device in devices for gap in gaps_of(device) if gap.seconds < GAP_S_MOST]
-    return MachineNoise(
-        late_p50_ms=round(1e3 * _quantile(late, 0.5), 3),
-        late_p99_ms=round(1e3 * _quantile(late, 0.99), 3),
-        late_max_ms=round(1e3 * late[-1], 3),
-        sent_late_p99_ms=round(1e3 * _quantile(sorted(sent_late_s), 0.99), 3),
-        loop_ms=round(1e3 * _mean(gap.seconds for gap in gaps if not gap.switch), 3),
-        switch_ms=round(1e3 * _mean(gap.seconds for gap in gaps if gap.switch), 3),
-        busy=round(sum(step.took_s for step in steps) / span_s / count, 3),
-    )
-
-
-class StepGap(NamedTuple):
-    """Time between two steps of a device; `switch`: the steps were of two models."""
-
-    seconds: float
-    switch: bool
-
-
-def gaps_of(steps: Sequence[TimedStep]) -> Iterator[StepGap]:
-    """Gaps between successive steps. A late step makes the next sleep shorter: see paced.Pacer."""
-    owed_s = 0.0
-    for step, following in pairwise(steps):
-        ended = step.began + max(0.0, step.took_s - owed_s + step.late_s)
-        owed_s = step.late_s
-        yield StepGap(max(0.0, following.began - ended), following.between_s < 0)
-
-
-def _mean(values: Iterable[float]) -> float:
-    return statistics.mean(list(values) or [0.0])
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
 # ── the bench ─────────────────────────────────────────────────────────────────────────────────────────────────────────

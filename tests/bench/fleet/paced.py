@@ -13,11 +13,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from runtime.core.engine import Told
     from store.contract.views import PageRun
 
+GAP_S_MOST = 0.02  # a longer gap between two steps is a wait for weights or requests
 VERSION = "paced"  # of the engines: a Run must name the version
 FOLDER = "PACED_FOLDER"
 BLOCK_TOKENS = 16  # of keys and values, in moves of requests
@@ -296,6 +299,88 @@ class PacedBuilder:
 
     def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
         return []
+
+
+# ── what the record says ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class TimedStep(NamedTuple):
+    """A step of a paced device, in seconds: see DeviceRecord."""
+
+    began: float
+    took_s: float
+    late_s: float
+    between_s: float
+
+
+def devices_of(folder: Path, began: float) -> tuple[int, list[list[TimedStep]]]:
+    """Number of fetches since the trace began, and the steps of each device process since."""
+    fetches, devices = 0, list[list[TimedStep]]()
+    for path in folder.glob("device-*.txt"):
+        steps: list[TimedStep] = []
+        for line in path.read_text().split("\n")[:-1]:  # the last line may be incomplete
+            kind, *times = line.split()
+            if float(times[0]) >= began:
+                fetches += kind == "fetch"
+                steps += [TimedStep(*map(float, times))] if kind == "step" else []
+        devices.append(steps)
+    return fetches, devices
+
+
+class MachineNoise(msgspec.Struct, frozen=True):
+    """How well the machine kept the pace of the bench. Times are milliseconds."""
+
+    late_p50_ms: float  # by how much a step was too long
+    late_p99_ms: float
+    late_max_ms: float
+    sent_late_p99_ms: float  # by how much a request was sent too late
+    loop_ms: float  # from a step to the model's next step, in the mean
+    switch_ms: float  # from a step to the step of another model, if the device had no wait between
+    busy: float  # share of the devices' time spent in steps
+
+
+def noise_of(devices: Sequence[Sequence[TimedStep]], sent_late_s: Sequence[float]) -> MachineNoise:
+    steps = [step for device in devices for step in device]
+    late = sorted(step.late_s for step in steps)
+    span_s = max(step.began for step in steps) - min(step.began for step in steps)
+    count = len({index for index, device in enumerate(devices) if device})
+    gaps = [gap for device in devices for gap in gaps_of(device) if gap.seconds < GAP_S_MOST]
+    return MachineNoise(
+        late_p50_ms=round(1e3 * quantile(late, 0.5), 3),
+        late_p99_ms=round(1e3 * quantile(late, 0.99), 3),
+        late_max_ms=round(1e3 * late[-1], 3),
+        sent_late_p99_ms=round(1e3 * quantile(sorted(sent_late_s), 0.99), 3),
+        loop_ms=round(1e3 * _mean(gap.seconds for gap in gaps if not gap.switch), 3),
+        switch_ms=round(1e3 * _mean(gap.seconds for gap in gaps if gap.switch), 3),
+        busy=round(sum(step.took_s for step in steps) / span_s / count, 3),
+    )
+
+
+class StepGap(NamedTuple):
+    """Time between two steps of a device; `switch`: the steps were of two models."""
+
+    seconds: float
+    switch: bool
+
+
+def gaps_of(steps: Sequence[TimedStep]) -> Iterator[StepGap]:
+    """Gaps between successive steps. A late step makes the next sleep shorter: see Pacer."""
+    owed_s = 0.0
+    for step, following in pairwise(steps):
+        ended = step.began + max(0.0, step.took_s - owed_s + step.late_s)
+        owed_s = step.late_s
+        yield StepGap(max(0.0, following.began - ended), following.between_s < 0)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.mean(list(values) or [0.0])
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+# ── the processes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def node() -> None:
