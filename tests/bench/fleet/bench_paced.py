@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT))
 import msgspec  # noqa: E402
 
 from gateway.inference.runtimes import RuntimesView  # noqa: E402
-from runtime.core.device.events import MoveStep  # noqa: E402
+from runtime.core.device.events import MoveStep, Placed  # noqa: E402
 from runtime.core.device.model import Phase  # noqa: E402
 from runtime.core.device.request import ModelKey, Objective, Request  # noqa: E402
 from runtime.core.fleet.cluster import Cluster  # noqa: E402
@@ -56,6 +56,7 @@ from runtime.sim.device import SimulatedDevice  # noqa: E402
 from runtime.sim.dispatch.base import Assigned  # noqa: E402
 from runtime.sim.dispatch.gateways import GatewayDispatch, choose_serving, gateway_of  # noqa: E402
 from runtime.sim.dispatch.sight import Sight  # noqa: E402
+from runtime.sim.engine import SimulatedEngine  # noqa: E402
 from runtime.sim.moves import PAUSE_S  # noqa: E402
 from runtime.sim.replay import replay_choices  # noqa: E402
 from runtime.sim.simulation import Simulation  # noqa: E402
@@ -189,7 +190,7 @@ def simulated(drill: Drill, sight_seed: int) -> PacedFigures:
     faults = [InjectedFault(KILL_AT * duration_s, KILLED, "hangs")] if drill.kill else []
     world = World(drill.work, drill.profile, Slack, dispatch, drill.devices, drill.objective, faults=faults)
     if drill.kill:
-        world.at(KILL_AT * duration_s + SILENT_S + RESTART_S + 1.0, partial(_wake, world), KILLED)
+        world.at(KILL_AT * duration_s + SILENT_S + RESTART_S + 1.0, partial(_prove, world), KILLED)
     if drill.drain:
         world.at(DRAIN_AT * duration_s, partial(_drain, world, dispatch), DRAINED)
     world.run(drill.drain_s)
@@ -206,10 +207,14 @@ def simulated(drill: Drill, sight_seed: int) -> PacedFigures:
     )
 
 
-def _wake(world: World, number: int) -> None:
-    """Load every model once, as a runtime does after its start."""
-    for model in world.costs:
-        world.devices[number].wake(model)
+def _prove(world: World, number: int) -> None:
+    """Place every model as a runtime does after its start: each model is loaded once. Paced checks take no time."""
+    device = world.devices[number]
+    for key, spec in world.specs.items():
+        if key not in device.instance.models:
+            device.engines[key] = SimulatedEngine(device.costs[key], device.profile.page_bytes)
+            device.happen(Placed(spec))
+            device.instance.models[key].loads.proved = True
 
 
 def _drain(world: World, dispatch: DrillDispatch, number: int) -> None:
