@@ -30,10 +30,9 @@ from runtime.core.device.events import (
     Told,
     Withdrawn,
 )
-from runtime.core.device.model import WAKE_S, Phase
+from runtime.core.device.model import Phase
 from runtime.core.device.request import ModelKey, RequestId
 from runtime.core.engine import Held
-from runtime.core.turns.slack import Slack
 from store.contract.wire import Residency
 from tests.runtime.world import PAGE_BYTES, Engine, World, prepared, request, spec, step
 
@@ -136,30 +135,6 @@ def test_a_placed_model_is_built_fetched_and_checked_once_to_prove_that_it_can_s
     assert state.ever_resident and state.was_resident
     assert (state.residency, state.weights_pages, state.kv_pages) == (Residency.RESIDENT, 2, 1)
     assert (state.load_ms, state.fetch_ms, state.fetches) == (2500.0, 500.0, 1)
-
-
-def test_a_request_waits_for_one_proof_at_most_however_many_models_are_to_be_proved() -> None:
-    """A runtime that comes back with many models is asked for tokens while the models are loaded one after another."""
-    sizes = {f"m{number}": 5 for number in range(9)}
-    new = World(9, sizes, turns=Slack())  # room for one model
-    new.hear(*(Placed(spec(key)) for key in sizes))
-    while isinstance(new.out, Build):
-        new.answer()
-    new.now = 2 * WAKE_S  # every proof is overdue
-    log = len(new.log)
-    asked = request(1, "m8", now=new.now)
-    new.open.add(asked.id)
-    new.hear(Arrived(asked))
-    while not any(effect == step(ModelKey("m8")) for effect in new.log[log:]):
-        new.now += 0.5
-        if new.fetching:
-            new.arrive()
-        elif new.parking:
-            new.leave(new.parking[0])
-        else:
-            new.answer()
-    fetched = [effect.model for effect in new.log[log:] if isinstance(effect, Fetch)]
-    assert len(fetched) <= 2 and fetched[-1] == "m8"
 
 
 def test_the_first_fetch_brings_the_pages_that_the_check_needs() -> None:
