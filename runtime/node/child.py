@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
@@ -21,13 +21,16 @@ log = structlog.get_logger()
 
 PAUSE_S_FIRST, PAUSE_S_MOST = 0.2, 5.0
 START_S_MOST = 300.0  # gigabytes of libraries may come from a slow disk
+DEVICE = (sys.executable, "-P", "-m", "runtime.device")
 
 
 class DeviceChild:
-    """The device process of a node, started anew after each end; quarantine and counts outlive the processes."""
+    """The device process of a node, started anew after each end; quarantine and counts outlive the processes.
 
-    def __init__(self, settings: RuntimeSettings, host_cache: int) -> None:
-        self._settings, self._host_cache = settings, host_cache
+    `command` is the program of the device process, which takes one more argument: see runtime/ipc.Began."""
+
+    def __init__(self, settings: RuntimeSettings, host_cache: int, command: Sequence[str] = DEVICE) -> None:
+        self._settings, self._host_cache, self._command = settings, host_cache, command
         self._stepping_fd = Stepping.create()
         self.stepping = Stepping(self._stepping_fd)
         self._watchdog = Watchdog(self.stepping, settings.hang_s, settings.build_hang_s)
@@ -61,7 +64,7 @@ class DeviceChild:
             load_helpers=settings.load_helpers,
         )
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "runtime.device", *began.arguments()),
+            *(*self._command, *began.arguments()),
             env=environment,
             pass_fds=[fd, self._host_cache, self._stepping_fd],
         )

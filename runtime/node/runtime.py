@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 
 import structlog
 import uvloop
@@ -29,7 +30,7 @@ from runtime.migration.host_blocks import HostBlocks
 from runtime.migration.migrate import Migrations
 from runtime.migration.peers import Peers, name_of
 from runtime.migration.receiver import BlockReceiver
-from runtime.node.child import DeviceChild
+from runtime.node.child import DEVICE, DeviceChild
 from runtime.node.gateways import Gateways
 from runtime.node.grammars import Grammars
 from runtime.node.lease import LeaseKeeper
@@ -54,16 +55,24 @@ HEARTBEAT_PERIOD_S = 0.5
 
 
 class Node:
-    """A runtime on the bus: wires the parts of the node, watches the device process, and is the Host of migrations."""
+    """A runtime on the bus: wires the parts of the node, watches the device process, and is the Host of migrations.
 
-    def __init__(self, bus: Bus, settings: RuntimeSettings, traces: tracing.Traces | None = None) -> None:
+    `device` is the program of the device process, as for `DeviceChild`."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        settings: RuntimeSettings,
+        traces: tracing.Traces | None = None,
+        device: Sequence[str] = DEVICE,
+    ) -> None:
         self._bus, self._settings = bus, settings
         self._own = own = OwnState(settings.runtime_id, time.time_ns() // 1_000_000, settings.role)
         host_cache = settings.host_cache_fd  # cache and images outlive the device process
         if host_cache < 0:
             host_cache = os.memfd_create("staccato-host-cache")
             os.ftruncate(host_cache, settings.host_cache)
-        self._child = child = DeviceChild(settings, host_cache)
+        self._child = child = DeviceChild(settings, host_cache, device)
         self.host_cache_id = name_of(host_cache)
         self.blocks = HostBlocks(host_cache)
         self.door = BlockReceiver(self.blocks, settings.transport_agents(), settings.transport_security())
@@ -280,14 +289,17 @@ class Node:
         await self._streams.hand_over(gateway, number, moved)
 
 
-async def serve(settings: RuntimeSettings, traces: tracing.Traces | None) -> None:
+async def serve(
+    settings: RuntimeSettings, traces: tracing.Traces | None = None, device: Sequence[str] = DEVICE
+) -> None:
+    """Run a node until SIGTERM or SIGINT. `device` is the program of the device process. Raises BusError."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     user = grants.runtime(settings.runtime_id)
     async with Bus.connect(settings.nats_url, user.name, user, settings.nats_credentials, settings.nats_ca) as bus:
-        await Node(bus, settings, traces).run(stop)
+        await Node(bus, settings, traces, device).run(stop)
 
 
 def main() -> int:

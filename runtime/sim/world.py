@@ -262,7 +262,7 @@ class World(Simulation):
 
     def result(self, warm_s: float) -> SimulationResult:
         counted = [request for request in self.requests if request.arrived_at >= warm_s]
-        kept = _kept(counted)
+        kept = kept_of(counted)
         ttfts = sorted(request.progress.first_at - request.arrived_at for request in counted)
         devices, count = [*self.devices, *self._gone], len(self.devices)
         return SimulationResult(
@@ -294,16 +294,17 @@ class World(Simulation):
         if len(self.workload.tenants) == 1:
             return {}
         names = [tenant.name for tenant in self.workload.tenants]
-        return {name: _kept([request for request in counted if request.tenant == name]) for name in names}
+        return {name: kept_of([request for request in counted if request.tenant == name]) for name in names}
 
     def _kept_by_priority(self, counted: list[Request]) -> dict[str, Kept]:
         if self.workload.high is None:
             return {}
         ranks = [Priority.HIGH, Priority.NORMAL]
-        return {rank.word: _kept([each for each in counted if each.objective.priority is rank]) for rank in ranks}
+        return {rank.word: kept_of([each for each in counted if each.objective.priority is rank]) for rank in ranks}
 
 
-def _kept(requests: list[Request]) -> Kept:
+def kept_of(requests: list[Request]) -> Kept:
+    """Return the attainment of requests. Tokens that were not made count as late."""
     owed = sum(request.max_tokens for request in requests)
     kept = sum(request.progress.sent - request.progress.late for request in requests)
     on_time = [request.sent > 0 and not request.progress.first_late for request in requests]

@@ -174,7 +174,7 @@ class Instance:
             costs, shares = CostEstimate(self._costs(spec)), self.requests.shares
             model = self.models[key] = Model(spec, costs, self.pages.page_bytes, used_at=now, shares=shares)
             model.wish = Wish.AWAKE if prove else Wish.NONE
-            model.loads.proved = not prove
+            model.loads.proved, model.loads.proving = not prove, prove
             self._rooms.file(model)
         elif known.withdrawn or known.failures.error:
             known.withdrawn, known.used_at = False, now
@@ -273,6 +273,8 @@ class Instance:
 
     def _resident(self, model: Model, now: float) -> list[Effect]:
         model.failures.count, model.used_at = 0, now
+        if model.loads.proving:
+            self._rooms.put_off_proofs(now)
         model.loads.came(now)
         if model.wish is Wish.AWAKE:
             model.wish = Wish.NONE

@@ -48,6 +48,7 @@ class LoadRecord:
 
     load_s: float = 0.0  # estimated time to load the model if the device has no part of the weights
     proved: bool = False  # other devices have checked the model: the first fetches need no check here
+    proving: bool = False  # the model is to become resident to prove that the device can serve the model
     ever_resident: bool = False
     loading_s: float = 0.0  # duration so far of the way to RESIDENT
     load_ms: float = 0.0  # duration of the last completed way to RESIDENT
@@ -70,7 +71,7 @@ class LoadRecord:
 
     def came(self, now: float) -> None:
         """Note that the model became resident."""
-        self.came_at, self.ever_resident = now, True
+        self.came_at, self.ever_resident, self.proving = now, True, False
         if self.left_at is not None:
             self.away_us, self.left_at = self.away_us + round((now - self.left_at) * 1e6), None
         self.load_ms, self.loading_s = self.loading_s * 1e3, 0.0

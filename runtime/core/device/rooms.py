@@ -44,3 +44,10 @@ class Rooms:
                 if model.phase is phase:
                     return model
         return next(iter(self.upkeep.values()))
+
+    def put_off_proofs(self, now: float) -> None:
+        """Give each model to be proved as much time again: requests then wait for one proof, not for all proofs."""
+        for model in self.working.values():
+            if model.loads.proving:
+                model.used_at = now
+                model.deadlines.changed()
