@@ -10,7 +10,7 @@ run on the same rows, with as many gateways, reports as frequent and the same fa
 With `--kill` a runtime gets SIGKILL after a third of the trace and is started again after 20 s; with `--drain` another
 runtime drains after two thirds. With `--old-rule` gateways choose as they did before: the runtime with the fewest
 requests, plus 16 where the model is not resident. Such a run must be far from what the simulator says of the present
-rule.
+rule. `--priority-share 0.1` gives a tenth of the requests high priority.
 
 Noise of the machine matters less if time is stretched. `--stretch 2` doubles arrivals, costs and objectives. The
 fleet's own periods (reports, heartbeats) stay as they are, in the simulator as well, which simulates the stretched
@@ -60,10 +60,11 @@ from runtime.sim.engine import SimulatedEngine  # noqa: E402
 from runtime.sim.moves import PAUSE_S  # noqa: E402
 from runtime.sim.replay import replay_choices  # noqa: E402
 from runtime.sim.simulation import Simulation  # noqa: E402
-from runtime.sim.workload import RESTART_S, SILENT_S, InjectedFault, Workload, base  # noqa: E402
+from runtime.sim.workload import RESTART_S, SILENT_S, InjectedFault, Workload, base, prioritised  # noqa: E402
 from runtime.sim.world import World, kept_of  # noqa: E402
 from store.bus import Bus, ended  # noqa: E402
 from store.contract import grants, wire  # noqa: E402
+from store.contract.priorities import Priority  # noqa: E402
 from store.contract.wire import EngineSpec  # noqa: E402
 from tests.bench.fleet import paced, paced_gateway  # noqa: E402
 from tests.bench.fleet.paced import MachineNoise, devices_of, noise_of, quantile  # noqa: E402
@@ -77,6 +78,7 @@ WARM_S, DRAIN_S = 60.0, 60.0  # requests before are not counted, at most a quart
 KILLED, DRAINED = 1, 2  # numbers of runtimes
 KILL_AT, DRAIN_AT = 1 / 3, 2 / 3  # parts of the trace
 HOST_CACHE_BYTES = 16 << 20  # holds nothing: paced engines have no images
+HIGH = Priority.HIGH.word
 QUIET = {"STACCATO_LOG_LEVEL": "error"}  # for processes whose environment says nothing else
 READY_S = 60.0  # until a fleet is up, besides the loads of its models
 
@@ -112,6 +114,7 @@ class PacedFigures(msgspec.Struct, frozen=True):
     placements: int
     splits: int
     finished: float  # share of the requests
+    high_token_attainment: float = 1.0  # of requests of high priority
 
 
 # ── the trace ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -138,6 +141,8 @@ def drill_of(asked: argparse.Namespace) -> Drill:
     by, models = asked.stretch, round(asked.models_per_gpu * asked.gpus)
     work = base(models, asked.seed, duration_s=60 * asked.minutes)
     work = replace(work, at_s=work.at_s * by, duration_s=work.duration_s * by, rates=[rate / by for rate in work.rates])
+    if asked.priority_share:
+        work = prioritised(work, asked.priority_share, asked.seed)
     path = ROOT / "deploy/profiles/h100.json"
     profile = stretched(load_profile(path.read_bytes(), str(path)), by)
     objective = Objective(10.0 * by, 0.1 * by, 1.5 * by)
@@ -204,6 +209,7 @@ def simulated(drill: Drill, sight_seed: int) -> PacedFigures:
         placements=result.placements,
         splits=result.splits,
         finished=result.finished,
+        high_token_attainment=result.priorities[HIGH].token_attainment if result.priorities else 1.0,
     )
 
 
@@ -442,7 +448,7 @@ def run_of(drill: Drill, folder: Path, began: float) -> PacedRun:
     assert len(requests) == len(drill.work.at_s), "a request of the trace was not sent"
     fetches, devices = devices_of(folder, began)
     counted = [request for request in requests if request.arrived_at - began >= drill.counted_from_s]
-    kept = kept_of(counted)
+    kept, high = kept_of(counted), [request for request in counted if request.objective.high]
     ttfts = sorted(request.progress.first_at - request.arrived_at for request in counted)
     placements, splits = places_of([noted for result in results for noted in result.noted])
     figures = PacedFigures(
@@ -454,6 +460,7 @@ def run_of(drill: Drill, folder: Path, began: float) -> PacedRun:
         placements=placements,
         splits=splits,
         finished=sum(request.sent >= request.max_tokens for request in requests) / len(requests),
+        high_token_attainment=kept_of(high).token_attainment if high else 1.0,
     )
     lost = [error for result in results for error in result.errors]
     noise = noise_of(devices, [late_s for result in results for late_s in result.late_s])
@@ -506,6 +513,7 @@ def main() -> int:
     option("--minutes", type=float, default=2.0, help="of the trace, before it is stretched")
     option("--stretch", type=float, default=1.0, help="all times of the trace, the objective and the profile")
     option("--seed", type=int, default=7)
+    option("--priority-share", type=float, default=0.0, help="part of the requests with high priority")
     option("--kill", action="store_true", help="a runtime is killed, and comes back")
     option("--drain", action="store_true", help="a runtime drains")
     option("--old-rule", action="store_true", help="gateways choose as they did before")

@@ -32,6 +32,7 @@ from runtime.sim.dispatch.gateways import gateway_of  # noqa: E402
 from runtime.sim.workload import Workload  # noqa: E402
 from store.bus import Bus  # noqa: E402
 from store.contract import grants, wire  # noqa: E402
+from store.contract.priorities import PATIENCE_S, Priority  # noqa: E402
 from store.contract.wire import Delta, Residency  # noqa: E402
 from store.files.records import RecordFile, appended  # noqa: E402
 from tests.bench.fleet import paced  # noqa: E402
@@ -191,6 +192,7 @@ async def _submit(dispatcher: Dispatcher, clients: PacedClients, request: Reques
         ttft_s=objective.ttft_s,
         tbt_s=objective.tbt_s,
         patience_s=objective.patience_s,
+        priority=objective.priority,
     )
     due_at = request.arrived_at + objective.ttft_s
     try:
@@ -201,13 +203,17 @@ async def _submit(dispatcher: Dispatcher, clients: PacedClients, request: Reques
 
 def own_requests(number: int, trace: PacedTrace, work: Workload, began: float, gateway: str) -> list[Request]:
     """The gateway's requests, in order of arrival. The simulator divides requests among gateways equally."""
-    columns = (work.at_s.tolist(), work.model.tolist(), work.prompt_tokens.tolist(), work.output_tokens.tolist())
+    due = trace.objective
+    high_due = Objective(due.ttft_s, due.tbt_s, PATIENCE_S[Priority.HIGH], Priority.HIGH)  # as in the simulator
+    ranks = [False] * len(work.at_s) if work.high is None else work.high.tolist()
+    columns = (work.at_s.tolist(), work.model.tolist(), work.prompt_tokens.tolist(), work.output_tokens.tolist(), ranks)
     made = []
-    for stream, (at_s, model, prompt, output) in enumerate(zip(*columns, strict=True)):
+    for stream, (at_s, model, prompt, output, high) in enumerate(zip(*columns, strict=True)):
         key = ModelKey(work.models[model].name)
         asked = paced.payload(prompt, output)
         request = Request(
-            *(request_id(gateway, stream), gateway, stream, key, asked, began + at_s, prompt, output, trace.objective)
+            *(request_id(gateway, stream), gateway, stream, key, asked, began + at_s, prompt, output),
+            high_due if high else due,
         )
         if gateway_of(request, trace.gateways) == number:
             made.append(request)
