@@ -169,7 +169,7 @@ async def nodes(
     nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncIterator[Nodes]:
     """r1 has a stream, and r2 could take the stream. In the end the target's host cache holds nothing of the stream."""
-    for name, seconds in {"ANSWER_S": 1.0, "REPLY_S": 2.0, "RELEASE_S": 2.0}.items():
+    for name, seconds in {"ANSWER_S": 2.0, "REPLY_S": 3.0, "RELEASE_S": 4.0}.items():
         monkeypatch.setattr(migrate_module, name, seconds)
     monkeypatch.setattr(transport, "PARCEL_S", 0.3)
     with host_caches(1 if request.param == "one host" else 2) as caches:
