@@ -43,10 +43,8 @@ class LeaseKeeper:
         due = self._own.lease_due
         while True:
             due.clear()
-            try:
+            with contextlib.suppress(BusError):  # NATS is away: the lease runs out, gateways know
                 await self._publish()
-            except BusError:  # NATS is away: the lease runs out, gateways know
-                self._parts.forget()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEASE_PERIOD_S):  # wait_for of Python 3.11 may swallow a cancellation
                     await due.wait()
@@ -54,7 +52,11 @@ class LeaseKeeper:
     async def _publish(self) -> None:
         base, lease = self._parts.split(self.lease(), time.monotonic())
         if base is not None:
-            await self._bus.put(wire.LEASE_BASES, self._own.id, base, LEASE_PERIOD_S)
+            try:
+                await self._bus.put(wire.LEASE_BASES, self._own.id, base, LEASE_PERIOD_S)
+            except BusError:
+                self._parts.forget()
+                raise
         await self._bus.put(wire.LEASES, self._own.id, lease, LEASE_PERIOD_S)
 
     def _lost(self, buckets: frozenset[str]) -> None:

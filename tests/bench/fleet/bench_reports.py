@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT))
 
 from gateway.inference.runtimes import RuntimesView  # noqa: E402
-from store.bus import Bus  # noqa: E402
+from store.bus import Bus, BusError  # noqa: E402
 from store.contract import wire  # noqa: E402
 from store.contract.leases import LeaseParts  # noqa: E402
 from store.contract.reports import report_subject  # noqa: E402
@@ -70,9 +70,12 @@ class PlayedRuntime:
             await self._bus.publish(report_subject(self.id), self._busy.encoded(self._seq))
             if self._seq % 4 == 1:
                 base, lease = self._parts.split(self.lease(), loop.time())
-                if base is not None:
-                    await self._bus.put(wire.LEASE_BASES, self.id, base)
-                await self._bus.put(wire.LEASES, self.id, lease)
+                try:
+                    if base is not None:
+                        await self._bus.put(wire.LEASE_BASES, self.id, base)
+                    await self._bus.put(wire.LEASES, self.id, lease)
+                except BusError:  # the server can't store the first bases of every runtime in time
+                    self._parts.forget()
 
     def lease(self) -> wire.Lease:
         """Return the whole lease: models with requests step, so their states change."""

@@ -16,10 +16,11 @@ from runtime.node import parting
 from runtime.node.gateways import SILENCE_S
 from runtime.node.runtime import Node
 from store.bus import Bus, ended
-from store.contract import wire
+from store.contract import grants, wire
 from store.contract.priorities import Priority
 from store.contract.reports import Report, report_subject
 from store.contract.wire import ModelState, Residency, Role
+from store.leases import watch_leases
 from store.settings import SettingsError, read
 from tests.conftest import NatsServer, soon
 
@@ -77,6 +78,31 @@ async def test_who_is_started_anew_begins_a_later_epoch_whatever_the_clock_says(
     peer(node, "r1", epoch=began + 3_600_000)
     node._begin_after(node._peers.lease("r1"))
     assert node.epoch == node._lease.lease().epoch == began + 3_600_001
+
+
+async def test_a_reader_has_the_states_of_all_models_from_leases_that_hold_what_changed(node: Node) -> None:
+    states = {f"m{number}": ModelState(residency=Residency.STAGED) for number in range(200)}
+    node._own.state = ipc.State(models=states)
+    whole: dict[str, wire.Lease] = {}
+    sent: list[wire.Lease] = []
+
+    async def published(data: bytes) -> None:
+        sent.append(wire.decode(wire.Lease, data))
+
+    await watch_leases(node._bus, lambda id, lease: whole.update({id: lease} if lease else {}))
+    await node._bus.subscribe(grants.key(wire.LEASES, "r1"), published)
+    keeping = asyncio.create_task(node._lease.keep())
+    await soon(lambda: "r1" in whole and whole["r1"].models == states)
+    changed = states | {"m7": ModelState(residency=Residency.RESIDENT, running=1)}
+    node._own.state = ipc.State(models=changed)
+    node._own.lease_due.set()
+    await soon(lambda: whole["r1"].models == changed)
+    assert sent[-1].base == 1 and sent[-1].models.keys() == {"m7"}
+    node._lease._lost(frozenset({wire.LEASE_BASES}))
+    node._own.lease_due.set()
+    await soon(lambda: sent[-1].base == 2)
+    await soon(lambda: whole["r1"].models == changed)
+    await ended(keeping)
 
 
 async def test_the_least_urgent_and_of_these_the_shortest_move_first(node: Node) -> None:
