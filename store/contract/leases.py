@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from store.contract.wire import Lease, LeaseBase
 
 WHOLE_MOST = 64  # entries of a lease without a base
-AMENDED_SHARE = 0.125  # share of the base's entries; a lease that amends more gets a new base
+AMENDED_SHARE = 0.125  # share of the entries; a lease that amends more gets a new base, after BASE_S_LEAST
+BASE_S_LEAST = 30.0  # seconds; models that are always busy change in every lease, and a new base would not help
 BASE_S = 200.0  # seconds between two bases, a quarter more or less: bases leave the bucket after three times as long
 T = TypeVar("T")
 
@@ -28,18 +29,19 @@ class LeaseParts:
     def __init__(self) -> None:
         self._base: LeaseBase | None = None
         self._version = 0
-        self._ends = 0.0  # time at which the base is replaced
+        self._settled = self._ends = 0.0  # times from which the base may be, and is, replaced
 
     def split(self, lease: Lease, now: float) -> tuple[LeaseBase | None, Lease]:
         """Return the base to publish first, if there has to be a new base, and the lease to publish.
 
         `now`: seconds."""
-        if len(lease.models) + len(lease.attainment) + len(lease.accounts.labels) <= WHOLE_MOST:
+        entries = _entries(lease)
+        if entries <= WHOLE_MOST:
             self._base = None
             return None, lease
         if self._base is not None and self._base.epoch == lease.epoch and now < self._ends:
             amending = _amending(lease, self._base)
-            if amending is not None:
+            if amending is not None and (now < self._settled or _entries(amending) <= AMENDED_SHARE * entries):
                 return None, amending
         self._version += 1
         self._base = LeaseBase(
@@ -50,6 +52,7 @@ class LeaseParts:
             attainment=dict(lease.attainment),
             labels=dict(lease.accounts.labels),
         )
+        self._settled = now + BASE_S_LEAST
         # Runtimes that started together do not all publish their bases at the same moment.
         self._ends = now + BASE_S * (0.75 + zlib.crc32(f"{lease.runtime} {self._version}".encode()) / (2 << 32))
         none = replace(lease.accounts, labels={})
@@ -60,15 +63,16 @@ class LeaseParts:
         self._base = None
 
 
+def _entries(lease: Lease) -> int:
+    return len(lease.models) + len(lease.gone) + len(lease.attainment) + len(lease.accounts.labels)
+
+
 def _amending(lease: Lease, base: LeaseBase) -> Lease | None:
-    """Return the lease as amendments of the base; None if these are too many."""
+    """Return the lease as amendments of the base; None if an attainment or account of the base is gone."""
     models = _changed(lease.models, base.models)
     attainment = _changed(lease.attainment, base.attainment)
     labels = _changed(lease.accounts.labels, base.labels)
     gone = [key for key in base.models if key not in lease.models]
-    most = AMENDED_SHARE * (len(base.models) + len(base.attainment) + len(base.labels))
-    if len(models) + len(attainment) + len(labels) + len(gone) > most:
-        return None
     if not (base.attainment.keys() <= lease.attainment.keys() and base.labels.keys() <= lease.accounts.labels.keys()):
         return None  # the device process started anew
     accounts = replace(lease.accounts, labels=labels)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.contract import wire
-from store.contract.leases import BASE_S, WHOLE_MOST, LeaseParts, WholeLeases
+from store.contract.leases import BASE_S, BASE_S_LEAST, WHOLE_MOST, LeaseParts, WholeLeases
 from store.contract.wire import Accounts, Attained, Lease, LeaseBase, ModelState, Residency
 
 MANY = 3 * WHOLE_MOST
@@ -68,14 +68,24 @@ def test_a_base_is_made_again_when_much_changed_time_passed_a_device_began_anew_
     parts, turns = LeaseParts(), dict.fromkeys(range(MANY), 0) | {0: 1}
     assert parts.split(lease(turns), 0.0)[0] is not None
     assert parts.split(lease(turns), 1.0)[0] is None
-    assert parts.split(lease(turns | dict.fromkeys(range(MANY // 2), 7)), 2.0)[0] is not None, "much changed"
-    assert parts.split(lease(turns), 2.0)[0] is not None, "much changed back"
-    assert parts.split(lease(turns | {0: 0}), 3.0)[0] is not None, "an attainment is gone"
-    assert parts.split(lease(turns | {0: 0}, epoch=2), 4.0)[0] is not None, "an epoch began"
-    assert parts.split(lease(turns | {0: 0}, epoch=2), 4.0 + 0.7 * BASE_S)[0] is None
-    assert parts.split(lease(turns | {0: 0}, epoch=2), 4.0 + 1.3 * BASE_S)[0] is not None, "time passed"
+    much = turns | dict.fromkeys(range(MANY // 2), 7)
+    assert parts.split(lease(much), BASE_S_LEAST)[0] is not None, "much changed"
+    at = BASE_S_LEAST
+    assert parts.split(lease(much | {0: 0}), at)[0] is not None, "an attainment is gone"
+    assert parts.split(lease(turns, epoch=2), at)[0] is not None, "an epoch began"
+    assert parts.split(lease(turns, epoch=2), at + 0.7 * BASE_S)[0] is None
+    assert parts.split(lease(turns, epoch=2), at + 1.3 * BASE_S)[0] is not None, "time passed"
     parts.forget()
-    assert parts.split(lease(turns | {0: 0}, epoch=2), 4.0 + 1.3 * BASE_S)[0] is not None, "the bucket was lost"
+    assert parts.split(lease(turns, epoch=2), at + 1.3 * BASE_S)[0] is not None, "the bucket was lost"
+
+
+def test_models_that_are_always_busy_do_not_make_every_lease_a_base() -> None:
+    parts, busy, bases = LeaseParts(), MANY // 4, 0
+    for second in range(100):
+        base, each = parts.split(lease(dict.fromkeys(range(MANY), 1) | dict.fromkeys(range(busy), second + 1)), second)
+        bases += base is not None
+        assert len(each.models) <= busy
+    assert bases == 1 + 99 // BASE_S_LEAST
 
 
 def test_a_lease_waits_for_the_base_that_the_lease_amends() -> None:
