@@ -72,4 +72,4 @@ def _here(key: str, state: ModelState, page_bytes: int, costs: Mapping[ModelKey,
 
 def _kv_bytes(state: ModelState, page_bytes: int) -> int:
     """Return the memory for keys and values that the model's requests have or wait for."""
-    return state.kv_pages * page_bytes + state.head_bytes + state.queued_bytes
+    return state.used_pages * page_bytes + state.head_bytes + state.queued_bytes

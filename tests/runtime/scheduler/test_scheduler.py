@@ -113,6 +113,12 @@ def test_weights_kept_without_requests_are_room_for_keys_and_values() -> None:
     assert reported({"a": works, "b": idle, "c": parked}).kv_bytes == (64 - 20) * PAGE
 
 
+def test_prefixes_of_ended_requests_do_not_make_a_runtime_look_fuller() -> None:
+    cache = ModelState(residency=Residency.RESIDENT, weights_pages=20, running=1, kv_pages=44, spare_pages=40)
+    report = reported({"a": cache})
+    assert (report.used_bytes, report.kv_bytes) == (4 * PAGE, 44 * PAGE)
+
+
 def test_a_running_request_of_high_priority_makes_a_runtime_look_fuller() -> None:
     usual = ModelState(residency=Residency.RESIDENT, weights_pages=4, running=2, busy=0.25)
     one, other = reported({"a": wire.replace(usual, high=1)}), reported({"a": usual})

@@ -72,6 +72,13 @@ def test_memory_counts_what_requests_have_and_what_they_wait_for() -> None:
     assert report.seats["a"].kv == pytest.approx(45 / 50) and report.seats["b"].kv == pytest.approx(10 / 50)
 
 
+def test_prefixes_of_ended_requests_fill_no_memory() -> None:
+    """Blocks of a prefix cache go as soon as a request needs the memory."""
+    cache = ModelState(residency=Residency.RESIDENT, weights_pages=50, kv_pages=50, spare_pages=45)
+    report = report_of(lease(a=cache), 1, COSTS, {"a": 1})
+    assert report.full == report.seats["a"].kv == pytest.approx(5 / 50)
+
+
 def test_a_running_request_of_high_priority_keeps_other_requests_away() -> None:
     """The headroom does not grow with the number of such requests, and belongs to no model."""
     usual = ModelState(residency=Residency.RESIDENT, weights_pages=50, kv_pages=10, running=3, busy=0.25)
