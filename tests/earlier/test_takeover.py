@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -35,7 +36,7 @@ from tests.earlier.installation import Installation, Sent, asked
 
 pytestmark = pytest.mark.timeout(600)  # the start of a platform takes minutes on an overloaded machine
 
-LONG_TOKENS = 600
+LONG_TOKENS = 900
 LONG = (("faq", "What is a page?"), ("weather", "How is the weather in Vienna?"))
 PICO = Decimal(10) ** 12
 
@@ -71,12 +72,10 @@ def takeover(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Takeover]:
     try:
         ledger = start_without_ledger(platform)
         whole, long = again(old.whole), [Sent(*asking) for asking in LONG]
-        with (
-            asked(platform.url, old.key, whole),
-            asked(platform.url, old.key, long, ignore_eos=True, max_tokens=LONG_TOKENS) as streams,
-        ):
-            pairs = list(zip(streams, long, strict=True))
-            platform.until(lambda: all(sent.tokens or stream.done() for stream, sent in pairs), READY_S)
+        with asked(platform.url, old.key, whole):
+            pass  # afterwards the models are built: long streams begin at the same time
+        with asked(platform.url, old.key, long, ignore_eos=True, max_tokens=LONG_TOKENS) as streams:
+            begun(streams, long)
             rows_before = {row["request"] for row in select(platform.data, "SELECT request FROM usage")}
             assert not any(stream.done() for stream in streams)
             ledger.resume()
@@ -115,6 +114,14 @@ def start_without_ledger(platform: Platform) -> psutil.Process:
     platform.start()
     stopping.join()
     return found[0]
+
+
+def begun(streams: list[Future[Sent]], answers: list[Sent]) -> None:
+    """Return once each answer has a token, or has ended. Looks often: the streams last a second or two."""
+    deadline = time.monotonic() + READY_S
+    while not all(sent.tokens or stream.done() for stream, sent in zip(streams, answers, strict=True)):
+        assert time.monotonic() < deadline, f"no first tokens within {READY_S} s"
+        time.sleep(0.01)
 
 
 def again(answers: list[Sent]) -> list[Sent]:
