@@ -25,7 +25,7 @@ from runtime.core.device.request import ModelKey
 from runtime.core.fleet.assignment import Placing
 from runtime.core.fleet.cluster import JOIN_S_MOST, Cluster, DrainOrder, Join, MigrateOrder, Order, Rules
 from runtime.core.fleet.headroom import headroom
-from runtime.core.fleet.rebalance import Load
+from runtime.core.fleet.rebalance import LackingModel, Load
 from runtime.core.fleet.report import kv_room_bytes
 from runtime.core.fleet.scaling import Band
 from store.bus import LEASE_TTL_S, Bus, BusError, ended
@@ -136,7 +136,17 @@ class LeasedFleet:
             shares=shares,
             queued_bytes=waited - head,
             least_bytes=min([s.least_bytes for _, s in models if s.least_bytes is not None], default=None),
+            lacking=self._lacking(lease),
         )
+
+    def _lacking(self, lease: wire.Lease) -> dict[ModelKey, LackingModel]:
+        found = {}
+        for key, state in lease.models.items():
+            kv_bytes = state.used_pages * lease.page_bytes + state.head_bytes + state.queued_bytes
+            spec = self._specs.get(key)
+            if spec is not None and kv_bytes > lease.pages_total * lease.page_bytes - spec.weight_bytes:
+                found[ModelKey(key)] = LackingModel(state.running + state.waiting, kv_bytes, spec.weight_bytes)
+        return found
 
     def gone(self, runtime: str) -> None:
         lease = self._leases.pop(runtime, None)
@@ -173,8 +183,8 @@ class LeasedFleet:
 
     def _said(self, order: Order) -> list[tuple[str, wire.Migrate | wire.Drain]]:
         match order:
-            case MigrateOrder(source, target, model):
-                return self._migrate(self._names[source], self._names[target], model)
+            case MigrateOrder(source, target, model, count):
+                return self._migrate(self._names[source], self._names[target], model, count)
             case DrainOrder(device):
                 self.draining.add(self._names[device])
                 return [(self._names[device], wire.Drain(on=True))]
@@ -184,11 +194,14 @@ class LeasedFleet:
                 return [(runtime, wire.Drain(on=False)) for runtime in again]
         return []
 
-    def _migrate(self, source: str, target: str, model: ModelKey | None) -> list[tuple[str, wire.Migrate | wire.Drain]]:
+    def _migrate(
+        self, source: str, target: str, model: ModelKey | None, count: int | None
+    ) -> list[tuple[str, wire.Migrate | wire.Drain]]:
         if model is not None and model not in self._leases[target].models:
             self.settled(source)
             return []
-        return [(source, wire.Migrate(target=target, model=model or "", count=1 if model is None else ALL))]
+        everything = 1 if model is None else ALL
+        return [(source, wire.Migrate(target=target, model=model or "", count=count or everything))]
 
     def wish(self, holder: str, term: int) -> wire.Leader:
         """Message of the leader about its term, the number of runtimes wanted, and the runtimes no longer needed."""
@@ -305,8 +318,8 @@ class Scheduler:
 
 def _shown(order: wire.Migrate | wire.Drain) -> dict[str, object]:
     match order:
-        case wire.Migrate(target=target, model=model):
-            return {"target": target, "model": model}
+        case wire.Migrate(target=target, model=model, count=count):
+            return {"target": target, "model": model, "count": count}
         case wire.Drain(on=on):
             return {"drain": on}
 

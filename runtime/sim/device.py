@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import msgspec
+
 from runtime.core.device.events import (
     Abort,
     Add,
@@ -37,7 +39,7 @@ from runtime.core.device.instance import Instance
 from runtime.core.device.model import Model, Phase
 from runtime.core.device.pages import Pages
 from runtime.core.device.request import ModelKey, Request, RequestId
-from runtime.core.fleet.rebalance import Load, RequestMemory, load_of
+from runtime.core.fleet.rebalance import LackingModel, Load, RequestMemory, load_of
 from runtime.core.ledgers.device_time import DeviceTime
 from runtime.core.turns.turn import Turns
 from runtime.sim.engine import SimulatedEngine
@@ -107,7 +109,23 @@ class SimulatedDevice:
             ) / _tbt_s(model)
             weights += costs.weight_bytes if model.phase is Phase.RESIDENT else 0
         kv_bytes = float(self.profile.memory_bytes - weights)
-        return load_of(self.number, world.now, kv_bytes, self.usages(), shares)
+        usages = self.usages()
+        load = load_of(self.number, world.now, kv_bytes, usages, shares)
+        if load.used_bytes + load.queued_bytes <= kv_bytes:
+            return load
+        return msgspec.structs.replace(load, lacking=self._lacking(usages))
+
+    def _lacking(self, usages: list[RequestMemory]) -> dict[ModelKey, LackingModel]:
+        counts, needed = dict[ModelKey, int](), dict[ModelKey, float]()
+        for usage in usages:
+            counts[usage.model] = counts.get(usage.model, 0) + 1
+            needed[usage.model] = needed.get(usage.model, 0.0) + usage.kv_bytes
+        weights = {model: self.costs[model].weight_bytes for model in counts}
+        return {
+            model: LackingModel(counts[model], kv_bytes, weights[model])
+            for model, kv_bytes in needed.items()
+            if kv_bytes > self.profile.memory_bytes - weights[model]
+        }
 
     def held_bytes(self) -> float:
         """Bytes of keys and values of running requests on the device."""

@@ -54,7 +54,7 @@ class Moves:
             if order.model is None:
                 self._give(order.source)
             else:
-                self._give_all(self.devices[order.source], self.devices[order.target], order.model)
+                self._give_of(self.devices[order.source], self.devices[order.target], order.model, order.count)
 
     def _give(self, number: int) -> None:
         """Begins the move of the source's next request, if no request is on the way and the pair still helps."""
@@ -75,11 +75,14 @@ class Moves:
     def _gives(self, source: SimulatedDevice) -> bool:
         return any(move.source is source for move in self.by_request.values())
 
-    def _give_all(self, source: SimulatedDevice, target: SimulatedDevice, key: ModelKey) -> None:
-        model = source.instance.models[key]
-        for request in [*model.queues.waiting.values(), *model.queues.running.values()]:
-            if request.id not in self.by_request:
-                self._begin(request, source, target)
+    def _give_of(self, source: SimulatedDevice, target: SimulatedDevice, key: ModelKey, count: int | None) -> None:
+        """Begins the moves of `count` requests of the model, or of all; the order is a node's (`Gateways.movable`)."""
+        queues = source.instance.models[key].queues
+        requests = [*queues.waiting.values(), *queues.running.values()]
+        if count is not None:
+            requests.sort(key=_leaves_first)
+        for request in [request for request in requests if request.id not in self.by_request][:count]:
+            self._begin(request, source, target)
         self._settle(source)
 
     def _begin(self, request: Request, source: SimulatedDevice, target: SimulatedDevice) -> None:
@@ -161,3 +164,7 @@ class Moves:
     def _settle(self, source: SimulatedDevice) -> None:
         if not self._gives(source):
             self.world.cluster.settled(source.number)
+
+
+def _leaves_first(request: Request) -> tuple[int, float, int]:
+    return request.objective.priority, request.objective.patience_s, request.context

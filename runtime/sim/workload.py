@@ -210,6 +210,28 @@ def flooded(workload: Workload, times: int, seed: int, prompts: float = 1.0) -> 
     )
 
 
+def with_burst(workload: Workload, requests: int, at_s: float, seed: int) -> Workload:
+    """Workload in which a model gets `requests` more requests in the second from `at_s` on.
+
+    The model is the model whose tokens take most memory. The prompts have 100 to 300 tokens, the answers 600 to
+    1,000."""
+    rng = np.random.default_rng([seed, 25])
+    model = max(range(len(workload.models)), key=lambda number: workload.models[number].kv_bytes_per_token)
+    times = np.concatenate([workload.at_s, at_s + rng.random(requests)])
+    order = np.argsort(times, kind="stable")
+    none = np.zeros(requests, np.int32)
+    prompts, outputs = rng.integers(100, 301, requests), rng.integers(600, 1001, requests)
+    return replace(
+        workload,
+        at_s=times[order],
+        model=np.concatenate([workload.model, none + model])[order],
+        prompt_tokens=np.concatenate([workload.prompt_tokens, prompts.astype(np.int32)])[order],
+        output_tokens=np.concatenate([workload.output_tokens, outputs.astype(np.int32)])[order],
+        tenant=None if workload.tenant is None else np.concatenate([workload.tenant, none])[order],
+        high=None if workload.high is None else np.concatenate([workload.high, none > 0])[order],
+    )
+
+
 def prioritised(workload: Workload, share: float, seed: int) -> Workload:
     """Workload in which each request has high priority with the probability `share`, 0 to 1."""
     return replace(workload, high=np.random.default_rng([seed, 24]).random(len(workload.at_s)) < share)

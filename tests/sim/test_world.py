@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from runtime.core.device.request import ModelKey, Objective, Request, request_id
 from runtime.core.fleet.cluster import Rules
 from runtime.core.fleet.scaling import Band
-from runtime.core.ledgers.costs import ModelSize
+from runtime.core.ledgers.costs import ModelSize, load_profile
 from runtime.core.turns.slack import Slack
 from runtime.sim.dispatch.base import Dispatch
 from runtime.sim.dispatch.baselines import Freest, InTurns
 from runtime.sim.dispatch.gateways import GatewayDispatch
-from runtime.sim.workload import RESTART_S, SILENT_S, InjectedFault, Workload, drawn
-from runtime.sim.world import World
+from runtime.sim.dispatch.sight import Sight
+from runtime.sim.workload import RESTART_S, SILENT_S, InjectedFault, Workload, base, drawn, with_burst
+from runtime.sim.world import SimulationResult, World
 from tests.sim.small import COSTS, PAGE, profile
+
+ROOT = Path(__file__).parents[2]
 
 
 def work(at_s: list[float], prompts: list[int], outputs: list[int], models: int = 1) -> Workload:
@@ -138,6 +143,22 @@ def test_a_model_moves_whole_to_a_device_with_time_for_it() -> None:
     alone, moving = (fleet(workload, 2, GatewayDispatch(), 1000, each) for each in (None, rules))
     assert moving.moves.done > 0
     assert moving.result(0.0).min > alone.result(0.0).min
+
+
+def test_a_burst_on_a_model_is_spread_by_moving_some_of_its_requests() -> None:
+    """By dispatch alone, requests of the burst grow beyond the memory of the device of each request."""
+    alone, moving = (made_in_a_burst(rules) for rules in (None, Rules(migrate=True)))
+    assert moving.moves > 50 and moving.finished == 1.0
+    assert moving.token_attainment > alone.token_attainment + 0.1
+
+
+def made_in_a_burst(rules: Rules | None) -> SimulationResult:
+    path = ROOT / "deploy/profiles/h100.json"
+    workload, dispatch = with_burst(base(8, 4, duration_s=90.0), 450, 30.0, 4), GatewayDispatch(Sight(2, seed=4))
+    profile = load_profile(path.read_bytes(), str(path))
+    world = World(workload, profile, Slack, dispatch, 4, Objective(), rules=rules, checks=rules is not None)
+    world.run(60.0)
+    return world.result(20.0)
 
 
 def test_a_fleet_grows_and_shrinks_with_its_load_and_is_paid_for_as_long_as_it_is_there() -> None:

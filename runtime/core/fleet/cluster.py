@@ -9,11 +9,12 @@ devices and to let devices go. A device whose report is old gets no requests.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from runtime.core.device.request import ModelKey, Request
-from runtime.core.fleet.rebalance import HIGH_STEPS, LOW_STEPS, Load, pairs, pick_model, steps
+from runtime.core.fleet.rebalance import HIGH_STEPS, LOW_STEPS, Load, pairs, pick_model, pick_part, steps
 from runtime.core.fleet.scaling import Band, FleetScaling
 from runtime.core.ledgers.costs import ModelCosts
 
@@ -37,12 +38,13 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 class MigrateOrder(msgspec.Struct, frozen=True):
-    """The source gives requests to the target: every request of `model`, or, if None, single requests until the next
-    orders."""
+    """The source gives requests to the target: every request of `model`, or `count` requests of `model`; without a
+    model, single requests until the next orders."""
 
     source: int
     target: int
     model: ModelKey | None = None
+    count: int | None = None  # None: all
 
 
 class Join(msgspec.Struct, frozen=True):
@@ -64,6 +66,16 @@ class Retire(msgspec.Struct, frozen=True):
 
 
 Order = MigrateOrder | Join | DrainOrder | Retire
+
+
+class MoveOrdered(NamedTuple):
+    """An ordered move of a model's requests that may still be under way."""
+
+    target: int
+    model: ModelKey
+    since: float  # seconds
+    part: int | None  # number of requests; None: all
+
 
 # ── books ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -100,7 +112,7 @@ class Cluster:
         self.where: dict[ModelKey, int] = {}  # device with the model's requests
         self.residents: dict[ModelKey, set[int]] = {}  # devices with the model's weights
         self._scaling = FleetScaling(self.rules.band) if self.rules.band else None
-        self._moves: dict[int, tuple[int, ModelKey, float]] = {}  # by source: target, model, start
+        self._moves: dict[int, MoveOrdered] = {}  # by source
         self._joining: list[float] = []  # for each device asked for: until when the fleet waits for the device
 
     # ── told ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -183,8 +195,9 @@ class Cluster:
         self.devices[number].died = False
 
     def settled(self, source: int) -> None:
-        """The move of a model from the source has ended, well or badly."""
-        self._moves.pop(source, None)
+        """The move of a model from the source has ended, well or badly. A part's move ends by the reports alone."""
+        if source in self._moves and self._moves[source].part is None:
+            del self._moves[source]
 
     def _gone(self, device: FleetDevice) -> None:
         assert not device.work, f"device {device.number} goes with requests of {', '.join(device.work)}"
@@ -193,7 +206,9 @@ class Cluster:
             self.residents[model].discard(device.number)
         device.resident.clear()
         device.report, device.free = None, -float("inf")
-        self._moves = {source: move for source, move in self._moves.items() if device.number not in (source, move[0])}
+        self._moves = {
+            source: move for source, move in self._moves.items() if device.number not in (source, move.target)
+        }
 
     @property
     def wanted(self) -> int:
@@ -238,7 +253,7 @@ class Cluster:
 
     def _migrations(self, loads: list[Load], now: float) -> list[Order]:
         self._moves = {source: move for source, move in self._moves.items() if not self._over(source, move, now)}
-        moving = {*self._moves, *(target for target, _, _ in self._moves.values())}
+        moving = {*self._moves, *(move.target for move in self._moves.values())}
         still = [load for load in loads if load.device not in moving]
         draining = frozenset([device.number for device in self.devices if device.drains])
         found = pairs(still, draining, self.rules.low_steps, self.rules.high_steps)
@@ -247,21 +262,33 @@ class Cluster:
         orders: list[Order] = []
         by_device = {load.device: load for load in still}
         for source, target in found:
-            model = pick_model(by_device[source], by_device[target], source in draining)
-            if model is not None:
-                self._moves[source] = target, model, now
-                self.where[model] = target
-                orders.append(MigrateOrder(source, target, model))
+            order = self._model_order(by_device[source], by_device[target], source in draining)
+            if order is not None and order.model is not None:
+                self._moves[source] = MoveOrdered(target, order.model, now, order.count)
+                orders.append(order)
         return orders
 
-    def _over(self, source: int, move: tuple[int, ModelKey, float], now: float) -> bool:
-        """Whether a model's move is over: the source reports no work for the model, and the target reports work or has
-        had time to report. A move that does not end by the reports is given up after MOVE_S_MOST."""
-        target, model, since = move
-        left, there = self.devices[source].report, self.devices[target].report
-        if left is None or there is None or model in left.shares:
-            return now >= since + MOVE_S_MOST
-        return model in there.shares or now >= since + STALE * self.rules.interval_s
+    def _model_order(self, source: Load, target: Load, drains: bool) -> MigrateOrder | None:
+        """Order to move a model with all its requests, or a part of the requests of a model that lacks memory by
+        itself; None if neither helps."""
+        model = pick_model(source, target, drains)
+        if model is not None:
+            self.where[model] = target.device
+            return MigrateOrder(source.device, target.device, model)
+        part = pick_part(source, target)
+        return None if part is None else MigrateOrder(source.device, target.device, *part)
+
+    def _over(self, source: int, move: MoveOrdered, now: float) -> bool:
+        """Whether a move of requests of a model is over.
+
+        A whole move is over when the source reports no work for the model, and the target reports work or has had time
+        to report. A part's move is over once both devices have had time to report. A move that does not end by the
+        reports is given up after MOVE_S_MOST."""
+        left, there = self.devices[source].report, self.devices[move.target].report
+        reported = now >= move.since + STALE * self.rules.interval_s
+        if left is None or there is None or (move.part is None and move.model in left.shares):
+            return now >= move.since + MOVE_S_MOST
+        return reported or (move.part is None and move.model in there.shares)
 
     def _scale(self, loads: list[Load], now: float) -> list[Order]:
         assert self._scaling is not None

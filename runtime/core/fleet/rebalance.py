@@ -21,6 +21,7 @@ from store.contract.priorities import Priority
 FULL_STEPS = 1000.0  # freeness by time of a device whose time no request needs
 LOW_STEPS, HIGH_STEPS = 10.0, 60.0  # freeness: below 10, a device gives requests away; above 60, a device takes some
 GAP_LEAST = 0.2  # difference of two devices' shares of time: a smaller gap is not worth loading a model
+PART, PART_MOST = 0.25, 8  # share and largest number of a model's requests that move at a time
 _NEVER = float("inf")
 
 
@@ -34,6 +35,16 @@ class RequestMemory(msgspec.Struct, frozen=True):
     token_bytes: float  # taken with each step
     waits: bool = False  # the device has no keys and values of the request yet
     moves: bool = False  # the request is on its way to another device
+
+
+class LackingModel(msgspec.Struct, frozen=True):
+    """Requests of a model that together need more memory than a device has beside the weights of the model.
+
+    No other model of the device causes such a lack: a larger or a second device is needed."""
+
+    requests: int
+    kv_bytes: float  # held and waited for
+    weight_bytes: float
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -50,6 +61,7 @@ class Load(msgspec.Struct, frozen=True):
     shares: dict[ModelKey, float] = {}  # `busy` by model, if several models share the device
     queued_bytes: float = 0.0  # memory that requests behind the head of the queue wait for
     least_bytes: float | None = None  # usage of the smallest request that may move; None: single requests are unknown
+    lacking: dict[ModelKey, LackingModel] = {}
 
     @property
     def requests(self) -> int:
@@ -223,3 +235,19 @@ def pick_model(source: Load, target: Load, drains: bool) -> ModelKey | None:
     most = _NEVER if drains else gap / 2 if gap >= GAP_LEAST else 0.0
     fits = [(-share, model) for model, share in source.shares.items() if share <= most and target.busy + share < 1]
     return min(fits)[1] if fits else None
+
+
+def pick_part(source: Load, target: Load) -> tuple[ModelKey, int] | None:
+    """Model and number of its requests to move; None if no model lacks memory by itself, or the target has no room.
+
+    At most a quarter of the requests moves at a time: the next report says whether more requests should follow. If the
+    target does not have the model, the weights of the model need room as well."""
+    found: tuple[float, ModelKey, int] | None = None
+    for model, lack in source.lacking.items():
+        weight_bytes = 0.0 if model in target.shares else lack.weight_bytes
+        room_bytes = target.kv_bytes - target.used_bytes - target.queued_bytes - weight_bytes
+        fits = int(max(0.0, room_bytes) / lack.kv_bytes * lack.requests)
+        count = min(fits, PART_MOST, max(1, int(lack.requests * PART)))
+        if lack.requests > 1 and count and (found is None or (-lack.kv_bytes, model) < found[:2]):
+            found = -lack.kv_bytes, model, count
+    return found and found[1:]

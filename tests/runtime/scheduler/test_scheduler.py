@@ -15,7 +15,7 @@ from runtime.core.fleet.headroom import HEADROOM
 from runtime.core.fleet.rebalance import Load
 from runtime.core.fleet.scaling import Band
 from runtime.scheduler import controller as scheduler_module
-from runtime.scheduler.controller import LeasedFleet, Scheduler
+from runtime.scheduler.controller import ALL, LeasedFleet, Scheduler
 from store.bus import Bus, ended
 from store.contract import wire
 from store.contract.wire import ModelState, Residency
@@ -49,9 +49,23 @@ def test_a_model_moves_from_a_device_with_too_much_to_do_to_one_with_little() ->
     ((source, order),) = told(fleet, 1.0, OVERFULL, lease("r2"))
     assert (source, order.target, order.model) == ("r1", "r2", "b")
     assert order.count > 1000  # every request of the model: the model has one place
-    assert not told(fleet, 2.0, OVERFULL, lease("r2")), "it is on its way"
+    assert not told(fleet, 2.0, OVERFULL, lease("r2")), "the model is on its way"
     fleet.settled("r1")
     assert told(fleet, 3.0, OVERFULL, lease("r2"))
+
+
+def test_of_a_model_that_needs_more_memory_than_a_device_has_some_requests_move() -> None:
+    """Two models that need as much together stay whole: models that take turns would be split for nothing."""
+    fleet = LeasedFleet(Rules(migrate=True))
+    for name in "ab":
+        fleet.spec_changed(name, wire.encode(wire.replace(spec(name), weight_bytes=10 * PAGE, kv_bytes_per_token=99)))
+    full = ModelState(residency=Residency.RESIDENT, running=8, waiting=4, kv_pages=54, weights_pages=10, busy=0.5)
+    alone = wire.replace(full, head_bytes=PAGE, queued_bytes=3 * PAGE)
+    ((source, order),) = told(fleet, 1.0, wire.replace(lease("r1"), models={"a": alone}), lease("r2"))
+    assert (source, order.target, order.model, order.count) == ("r1", "r2", "a", 3)
+    half = wire.replace(alone, kv_pages=27, running=4, waiting=2)
+    shared = wire.replace(lease("r1", epoch=2), models={"a": half, "b": half})
+    assert not any(order.count < ALL for _, order in told(fleet, 9.0, shared, lease("r2", epoch=2)))
 
 
 def test_a_balanced_fleet_is_left_alone() -> None:
@@ -65,7 +79,7 @@ def test_nothing_is_ordered_of_or_for_a_runtime_that_is_not_heard_of_or_starts()
     told(fleet, 1.0, lease("r1"), lease("r2"))
     assert not told(fleet, 9.0, OVERFULL), "r2 was silent for eight seconds"
     assert not told(fleet, 10.0, OVERFULL, lease("r2", engine=""))
-    assert told(fleet, 11.0, OVERFULL, lease("r2", epoch=2)), "it is back"
+    assert told(fleet, 11.0, OVERFULL, lease("r2", epoch=2)), "r2 is back"
 
 
 def test_a_runtime_that_was_started_again_is_a_new_device() -> None:

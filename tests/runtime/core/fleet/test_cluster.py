@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from runtime.core.device.request import ModelKey, Request, request_id
 from runtime.core.fleet.cluster import MOVE_S_MOST, STALE, Cluster, DrainOrder, Join, MigrateOrder, Order, Retire, Rules
-from runtime.core.fleet.rebalance import Load
+from runtime.core.fleet.rebalance import LackingModel, Load
 from runtime.core.fleet.scaling import Band
 from runtime.core.ledgers.costs import ModelSize, unknown
 
@@ -118,6 +118,20 @@ def test_a_move_is_over_when_the_target_reports_the_model_or_its_requests_have_e
     for at in (3.0, 2.5 + STALE):  # requests of c ended on the way
         told(cluster, load(0, at, 10, b=0.8, a=0.4), load(1, at, 10))
         assert cluster.tick(at) == ([] if at == 3.0 else [MigrateOrder(0, 1, ModelKey("a"))])
+
+
+def test_requests_of_a_model_that_lacks_memory_by_itself_move_in_parts() -> None:
+    """The next part waits for reports that count the part before."""
+    lacks = {ModelKey("a"): LackingModel(20, 1200.0, 100.0)}
+    full, there = replace(load(0, 1.0, 1200, a=0.5), lacking=lacks), load(1, 1.0, 10)
+    cluster = told(Cluster(2, MODELS, Rules(migrate=True)), full, there)
+    cluster.where[ModelKey("a")] = 0
+    assert cluster.tick(1.0) == [MigrateOrder(0, 1, ModelKey("a"), 5)]
+    assert cluster.where == {ModelKey("a"): 0}, "the model keeps its place"
+    for at in (2.0, 1.0 + STALE):
+        cluster.settled(0)
+        told(cluster, replace(full, at=at), replace(there, at=at))
+        assert cluster.tick(at) == ([] if at == 2.0 else [MigrateOrder(0, 1, ModelKey("a"), 5)])
 
 
 def test_the_freest_is_the_one_whose_batch_goes_on_longest_and_counts_what_it_was_given() -> None:

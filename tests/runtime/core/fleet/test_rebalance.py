@@ -12,6 +12,8 @@ from runtime.core.fleet.rebalance import (
     FULL_STEPS,
     HIGH_STEPS,
     LOW_STEPS,
+    PART_MOST,
+    LackingModel,
     Load,
     RequestMemory,
     freeness,
@@ -20,6 +22,7 @@ from runtime.core.fleet.rebalance import (
     pairs,
     pick,
     pick_model,
+    pick_part,
     pooled,
     total,
     without,
@@ -211,3 +214,26 @@ def test_the_largest_model_goes_that_makes_two_devices_more_alike() -> None:
     assert pick_model(source, load(1, 0.0, busy=0.85), drains=False) is None
     assert pick_model(source, load(1, 0.0, busy=0.8), drains=True) == "c"
     assert pick_model(source, load(1, 0.0, busy=0.95), drains=True) is None
+
+
+def lacking(number: int, used: float, requests: int = 20, **models: float) -> Load:
+    """Load of a device with 10 GB for keys and values, whose `models` need so many GB; weights have 4 GB."""
+    lacks = {ModelKey(name): LackingModel(requests, need * GB, 4 * GB) for name, need in models.items()}
+    return replace(load(number, used), lacking=lacks)
+
+
+def test_of_a_model_that_lacks_memory_by_itself_a_quarter_of_the_requests_goes_eight_at_most() -> None:
+    free = lacking(1, used=1)
+    assert pick_part(lacking(0, 12, a=12), free) == ("a", 5)
+    assert pick_part(lacking(0, 12, requests=3, a=12), free) == ("a", 1)
+    assert pick_part(lacking(0, 12, requests=100, a=12), free) == ("a", PART_MOST)
+    assert pick_part(lacking(0, 30, a=12, b=18), free) == ("b", 5), "the model that lacks most"
+
+
+def test_no_part_of_a_model_goes_that_finds_no_room_or_leaves_nothing() -> None:
+    assert pick_part(lacking(0, 12), lacking(1, used=1)) is None, "models that lack memory together take turns"
+    assert pick_part(lacking(0, 12, requests=1, a=12), lacking(1, used=1)) is None
+    assert pick_part(lacking(0, 12, a=12), lacking(1, used=4)) == ("a", 3), "2 GB beside the weights: three of 0.6 GB"
+    there = replace(lacking(1, used=4), shares={ModelKey("a"): 0.1})
+    assert pick_part(lacking(0, 12, a=12), there) == ("a", 5)
+    assert pick_part(lacking(0, 12, a=12), lacking(1, used=6.5)) is None
