@@ -11,7 +11,8 @@ from tests.bench.fleet import bench_paced
 from tests.bench.fleet.paced_gateway import ChosenRuntime
 from tests.conftest import ROOT
 
-SMALL = ("--models-per-gpu", "4", "--gpus", "2", "--minutes", "0.15", "--seed", "2", "--priority-share", "0.3")
+MORE = ("--priority-share", "0.3", "--scheduler", "--mixed")
+SMALL = ("--models-per-gpu", "4", "--gpus", "2", "--minutes", "0.15", "--seed", "2", *MORE)
 
 
 def test_a_small_fleet_serves_a_trace_and_loses_no_request_with_a_runtime(tmp_path: Path) -> None:

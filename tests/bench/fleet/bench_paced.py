@@ -5,12 +5,14 @@ the simulator's own trace in real time. Only the engines are not real: steps, fe
 profile of an H100 says (`paced.py`), so that a few percent of a core are enough for a GPU. The simulator predicts the
 run on the same rows, with as many gateways, reports as frequent and the same faults.
 
-`python tests/bench/fleet/bench_paced.py --models-per-gpu 11 [--minutes 2] [--kill] [--drain] [--stretch 2]`
+`python tests/bench/fleet/bench_paced.py --models-per-gpu 11 [--minutes 2] [--kill] [--drain] [--mixed] [--stretch 2]`
 
 With `--kill` a runtime gets SIGKILL after a third of the trace and is started again after 20 s; with `--drain` another
 runtime drains after two thirds. With `--old-rule` gateways choose as they did before: the runtime with the fewest
 requests, plus 16 where the model is not resident. Such a run must be far from what the simulator says of the present
-rule. `--priority-share 0.1` gives a tenth of the requests high priority.
+rule. `--priority-share 0.1` gives a tenth of the requests high priority. With `--mixed` every second device is an H200.
+`--burst 300` sends 300 requests for one model in a second, after a third of the trace, and `--scheduler` has the
+scheduler of the product move requests and models.
 
 Noise of the machine matters less if time is stretched. `--stretch 2` doubles arrivals, costs and objectives. The
 fleet's own periods (reports, heartbeats) stay as they are, in the simulator as well, which simulates the stretched
@@ -47,7 +49,7 @@ from gateway.inference.runtimes import RuntimesView  # noqa: E402
 from runtime.core.device.events import MoveStep, Placed  # noqa: E402
 from runtime.core.device.model import Phase  # noqa: E402
 from runtime.core.device.request import ModelKey, Objective, Request  # noqa: E402
-from runtime.core.fleet.cluster import Cluster  # noqa: E402
+from runtime.core.fleet.cluster import Cluster, Rules  # noqa: E402
 from runtime.core.fleet.dispatch import NO_RUNTIMES, SeenFleet  # noqa: E402
 from runtime.core.ledgers.costs import Law, Profile, load_profile  # noqa: E402
 from runtime.core.turns.slack import Slack  # noqa: E402
@@ -60,7 +62,7 @@ from runtime.sim.engine import SimulatedEngine  # noqa: E402
 from runtime.sim.moves import PAUSE_S  # noqa: E402
 from runtime.sim.replay import replay_choices  # noqa: E402
 from runtime.sim.simulation import Simulation  # noqa: E402
-from runtime.sim.workload import RESTART_S, SILENT_S, InjectedFault, Workload, base, prioritised  # noqa: E402
+from runtime.sim.workload import RESTART_S, SILENT_S, InjectedFault, Workload, base, prioritised, with_burst  # noqa: E402
 from runtime.sim.world import World, kept_of  # noqa: E402
 from store.bus import Bus, ended  # noqa: E402
 from store.contract import grants, wire  # noqa: E402
@@ -76,7 +78,7 @@ POINTS, SHARE = 5.0, 0.2  # bounds of a good prediction: points of attainment, p
 SIGHTS = range(5)  # seeds of the times of reports: the prediction is the median over the seeds
 WARM_S, DRAIN_S = 60.0, 60.0  # requests before are not counted, at most a quarter of the trace; after the last arrival
 KILLED, DRAINED = 1, 2  # numbers of runtimes
-KILL_AT, DRAIN_AT = 1 / 3, 2 / 3  # parts of the trace
+KILL_AT, BURST_AT, DRAIN_AT = 1 / 3, 1 / 3, 2 / 3  # parts of the trace
 HOST_CACHE_BYTES = 16 << 20  # holds nothing: paced engines have no images
 HIGH = Priority.HIGH.word
 QUIET = {"STACCATO_LOG_LEVEL": "error"}  # for processes whose environment says nothing else
@@ -88,7 +90,7 @@ class Drill:
     """A trace, the fleet that serves the trace, and the faults meanwhile."""
 
     work: Workload
-    profile: Profile
+    profiles: Sequence[Profile]  # devices have profiles in turns, by number
     objective: Objective
     devices: int
     gateways: int
@@ -97,6 +99,10 @@ class Drill:
     kill: bool = False
     drain: bool = False
     old_rule: bool = False
+    scheduler: bool = False
+
+    def profile(self, device: int) -> Profile:
+        return self.profiles[device % len(self.profiles)]
 
     @property
     def counted_from_s(self) -> float:
@@ -115,6 +121,7 @@ class PacedFigures(msgspec.Struct, frozen=True):
     splits: int
     finished: float  # share of the requests
     high_token_attainment: float = 1.0  # of requests of high priority
+    moves: int = 0  # requests moved to other devices, running or waiting
 
 
 # ── the trace ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -129,12 +136,16 @@ def stretched(profile: Profile, by: float) -> Profile:
 
 def as_seen(drill: Drill, noise: MachineNoise) -> Drill:
     """The drill on devices that also take the measured time of the loop between two steps."""
-    assert drill.profile.law is not None
-    law, loop_s, switch_s = drill.profile.law, noise.loop_ms / 1e3, max(0.0, noise.switch_ms - noise.loop_ms) / 1e3
+    return replace(drill, profiles=[_slower(profile, noise) for profile in drill.profiles])
+
+
+def _slower(profile: Profile, noise: MachineNoise) -> Profile:
+    assert profile.law is not None
+    law, loop_s, switch_s = profile.law, noise.loop_ms / 1e3, max(0.0, noise.switch_ms - noise.loop_ms) / 1e3
     slower = msgspec.structs.replace(
         law, step_s=law.step_s + loop_s, prefill_s=law.prefill_s + loop_s, switch_s=law.switch_s + switch_s
     )
-    return replace(drill, profile=msgspec.structs.replace(drill.profile, law=slower))
+    return msgspec.structs.replace(profile, law=slower)
 
 
 def drill_of(asked: argparse.Namespace) -> Drill:
@@ -143,11 +154,13 @@ def drill_of(asked: argparse.Namespace) -> Drill:
     work = replace(work, at_s=work.at_s * by, duration_s=work.duration_s * by, rates=[rate / by for rate in work.rates])
     if asked.priority_share:
         work = prioritised(work, asked.priority_share, asked.seed)
-    path = ROOT / "deploy/profiles/h100.json"
-    profile = stretched(load_profile(path.read_bytes(), str(path)), by)
+    if asked.burst:
+        work = with_burst(work, asked.burst, BURST_AT * work.duration_s, asked.seed)
+    paths = [ROOT / f"deploy/profiles/{name}.json" for name in ("h100", "h200")[: 1 + asked.mixed]]
+    profiles = [stretched(load_profile(path.read_bytes(), str(path)), by) for path in paths]
     objective = Objective(10.0 * by, 0.1 * by, 1.5 * by)
-    faults = {"kill": asked.kill, "drain": asked.drain, "old_rule": asked.old_rule}
-    return Drill(work, profile, objective, asked.gpus, asked.gateways, WARM_S * by, DRAIN_S * by, **faults)
+    faults = {name: getattr(asked, name) for name in ("kill", "drain", "old_rule", "scheduler")}
+    return Drill(work, profiles, objective, asked.gpus, asked.gateways, WARM_S * by, DRAIN_S * by, **faults)
 
 
 # ── predicted ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,7 +206,9 @@ def simulated(drill: Drill, sight_seed: int) -> PacedFigures:
     dispatch = (OldDispatch if drill.old_rule else DrillDispatch)(Sight(drill.gateways, PERIOD_S, seed=sight_seed))
     duration_s = drill.work.duration_s
     faults = [InjectedFault(KILL_AT * duration_s, KILLED, "hangs")] if drill.kill else []
-    world = World(drill.work, drill.profile, Slack, dispatch, drill.devices, drill.objective, faults=faults)
+    rules = Rules(migrate=True) if drill.scheduler else None
+    fleet = drill.devices, drill.objective
+    world = World(drill.work, drill.profiles, Slack, dispatch, *fleet, rules=rules, faults=faults)
     if drill.kill:
         world.at(KILL_AT * duration_s + SILENT_S + RESTART_S + 1.0, partial(_prove, world), KILLED)
     if drill.drain:
@@ -210,6 +225,7 @@ def simulated(drill: Drill, sight_seed: int) -> PacedFigures:
         splits=result.splits,
         finished=result.finished,
         high_token_attainment=result.priorities[HIGH].token_attainment if result.priorities else 1.0,
+        moves=result.moves,
     )
 
 
@@ -276,8 +292,9 @@ class PacedFleet:
         server.start()
         host_cache = os.memfd_create("bench-host-cache")
         os.ftruncate(host_cache, HOST_CACHE_BYTES)
-        (folder / "profile.json").write_bytes(msgspec.json.encode(drill.profile))
-        fleet = None
+        for number in range(drill.devices):
+            (folder / f"profile-{number}.json").write_bytes(msgspec.json.encode(drill.profile(number)))
+        fleet = scheduler = None
         try:
             async with Bus.connect(server.url, "bench", grants.GATEWAY) as bus:
                 fleet = cls(folder, server.url, drill, host_cache, {}, RuntimesView(bus))
@@ -285,12 +302,17 @@ class PacedFleet:
                 for number in range(drill.devices):
                     await fleet.start(number)
                 await fleet.prove()
+                if drill.scheduler:
+                    environment = QUIET | os.environ | {"STACCATO_NATS_URL": server.url, "PYTHONPATH": str(ROOT)}
+                    command = (sys.executable, "-m", "runtime.scheduler")
+                    scheduler = await asyncio.create_subprocess_exec(*command, env=environment)
                 yield fleet
         finally:
-            for process in fleet.nodes.values() if fleet else ():
-                if process.returncode is None:
+            for process in (scheduler, *(fleet.nodes.values() if fleet else ())):
+                if process is not None and process.returncode is None:
                     process.send_signal(signal.SIGTERM)
-                await process.wait()
+                if process is not None:
+                    await process.wait()
             server.kill()
             os.close(host_cache)
 
@@ -301,8 +323,8 @@ class PacedFleet:
             | {
                 "STACCATO_NATS_URL": self.url,
                 "STACCATO_RUNTIME_ID": str(number),
-                "STACCATO_DEVICE_MEMORY": str(self.drill.profile.memory_bytes),
-                "STACCATO_PROFILE": str(self.folder / "profile.json"),
+                "STACCATO_DEVICE_MEMORY": str(self.drill.profile(number).memory_bytes),
+                "STACCATO_PROFILE": str(self.folder / f"profile-{number}.json"),
                 "STACCATO_HOST_CACHE": str(HOST_CACHE_BYTES),
                 "STACCATO_HOST_CACHE_FD": str(self.host_cache),
                 "STACCATO_DRAIN_S": "0",
@@ -314,8 +336,8 @@ class PacedFleet:
 
     async def prove(self) -> None:
         """Have every runtime load every model once, as runtimes do with new models, and put all models to sleep."""
-        work, profile = self.drill.work, self.drill.profile
-        load_s = sum(profile.costs(size).load_s for size in work.models)
+        work, profiles = self.drill.work, self.drill.profiles
+        load_s = max(sum(profile.costs(size).load_s for size in work.models) for profile in profiles)
         for size in work.models:
             await self.view.put(spec_of(size.name, size.weight_bytes, size.kv_bytes_per_token))
         await self.until(self._all_proved, READY_S + 2 * load_s)
@@ -400,7 +422,8 @@ async def measured(drill: Drill) -> PacedRun:
             (folder / "trace.json").write_bytes(msgspec.json.encode(trace))
             (folder / "workload.pickle").write_bytes(pickle.dumps(drill.work))
             began = await played(fleet, folder)
-        return run_of(drill, folder, began)
+            moves = sum(lease.moved for lease in fleet.view.leases.values())
+        return run_of(drill, folder, began, moves)
 
 
 async def played(fleet: PacedFleet, folder: Path) -> float:
@@ -436,8 +459,8 @@ async def played(fleet: PacedFleet, folder: Path) -> float:
                 process.kill()
 
 
-def run_of(drill: Drill, folder: Path, began: float) -> PacedRun:
-    """The results that the processes of a run have left in the folder."""
+def run_of(drill: Drill, folder: Path, began: float, moves: int) -> PacedRun:
+    """The results that the processes of a run have left in the folder. `moves`: requests moved, by the leases."""
     results, requests, choices = list[PacedGatewayResult](), list[Request](), 0
     for number in range(drill.gateways):
         results.append(msgspec.json.decode((folder / f"g{number}.json").read_bytes(), type=PacedGatewayResult))
@@ -461,6 +484,7 @@ def run_of(drill: Drill, folder: Path, began: float) -> PacedRun:
         splits=splits,
         finished=sum(request.sent >= request.max_tokens for request in requests) / len(requests),
         high_token_attainment=kept_of(high).token_attainment if high else 1.0,
+        moves=moves,
     )
     lost = [error for result in results for error in result.errors]
     noise = noise_of(devices, [late_s for result in results for late_s in result.late_s])
@@ -516,6 +540,9 @@ def main() -> int:
     option("--priority-share", type=float, default=0.0, help="part of the requests with high priority")
     option("--kill", action="store_true", help="a runtime is killed, and comes back")
     option("--drain", action="store_true", help="a runtime drains")
+    option("--mixed", action="store_true", help="every second device is an H200")
+    option("--burst", type=int, default=0, help="requests for one model that come in a second")
+    option("--scheduler", action="store_true", help="the scheduler of the product moves requests and models")
     option("--old-rule", action="store_true", help="gateways choose as they did before")
     option("--output", type=Path, help="a file for a line with the answer")
     asked = parser.parse_args()
