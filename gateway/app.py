@@ -28,11 +28,11 @@ from gateway.inference.admission import Quotas
 from gateway.inference.endpoint import Bounds, Inference
 from gateway.inference.meter import Meter
 from gateway.inference.metrics import Metrics
-from gateway.inference.pulse import Pulse
 from gateway.inference.recent import Recent
-from gateway.inference.relay import Relay
-from gateway.inference.runtimes import RuntimesView
 from gateway.ops.health import Health
+from gateway.streams.pulse import Pulse
+from gateway.streams.relay import Relay
+from gateway.streams.runtimes import RuntimesView
 from gateway.vllm.front import Deps, Fronts, reasoning_parsers, supported_architectures, tool_parsers
 from store.bus import Bus, BusError, ended
 from store.contract import grants

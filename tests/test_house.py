@@ -20,7 +20,7 @@ PRONOUNS_MAX, OPENERS_MAX = 9.0, 6.0  # percent, in a file
 PRONOUNS_MEAN_MAX, OPENERS_MEAN_MAX = 6.5, 4.0  # percent, in all files together
 WORDS_MIN = 60  # smaller files are not judged
 # Modules on the way of every request, and packages too heavy for these modules.
-LIGHT = ("gateway.inference.response", "gateway.inference.relay", "gateway.inference.dispatch")
+LIGHT = ("gateway.inference.response", "gateway.streams.relay", "gateway.streams.dispatch")
 HEAVY = ("torch", "vllm", "transformers")
 
 

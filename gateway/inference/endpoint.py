@@ -34,7 +34,6 @@ from gateway.http.reserve import Reserve
 from gateway.http.vllm_errors import Reworded, Wording
 from gateway.inference.admission import Admission, Quotas
 from gateway.inference.context import TENANT, ModelFront, ModelFronts, RequestContext
-from gateway.inference.dispatch import PARTING_S
 from gateway.inference.meter import Meter, MeteredCall, MeterFull
 from gateway.inference.metrics import Metrics
 from gateway.inference.recent import Recent, Seen
@@ -49,8 +48,9 @@ from gateway.inference.routes import (
     ModelCards,
     ModelPermission,
 )
-from gateway.inference.runtimes import RuntimesView
 from gateway.inference.spans import begin, end, tell
+from gateway.streams.dispatch import PARTING_S
+from gateway.streams.runtimes import RuntimesView
 from store.contract import wire
 from store.contract.priorities import Priority, priority
 from store.db.database import DatabaseError

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.types import ASGIApp, Message
 
-from gateway.inference import dispatch, endpoint, relay
+from gateway.inference import endpoint
+from gateway.streams import dispatch, relay
 from store.bus import ended
 from store.contract import wire
 from store.contract.quotas import Account

@@ -14,7 +14,7 @@ from gateway.core.extent import ExtentLimits
 from gateway.inference.admission import Quotas
 from gateway.inference.endpoint import Bounds, Inference
 from gateway.inference.meter import Meter
-from gateway.inference.relay import Relay
+from gateway.streams.relay import Relay
 from gateway.vllm.front import Deps, Fronts
 from store.contract import wire
 from store.contract.priorities import Priority
