@@ -40,7 +40,7 @@ FIRST_RUNTIME_S = 2.0  # longest wait where no runtime was ever seen, and none i
 
 @dataclass
 class RequestServing:
-    """Serves requests that were understood. Every method is given the context of its request."""
+    """Serves the requests of a gateway. The state of a request is in the context of the request."""
 
     fleet: RuntimesView
     fronts: ModelFronts
