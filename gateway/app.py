@@ -25,14 +25,16 @@ from gateway.http.limits import ConnectionLimits, protocol, raise_open_files
 from gateway.http.reserve import Reserve
 from gateway.imports.sources import Sources
 from gateway.inference.admission import Quotas
-from gateway.inference.endpoint import Bounds, Inference
+from gateway.inference.asking import Asking, Bounds
+from gateway.inference.endpoint import Inference
 from gateway.inference.meter import Meter
 from gateway.inference.metrics import Metrics
-from gateway.inference.pulse import Pulse
 from gateway.inference.recent import Recent
-from gateway.inference.relay import Relay
-from gateway.inference.runtimes import RuntimesView
+from gateway.inference.serving import RequestServing
 from gateway.ops.health import Health
+from gateway.streams.pulse import Pulse
+from gateway.streams.relay import Relay
+from gateway.streams.runtimes import RuntimesView
 from gateway.vllm.front import Deps, Fronts, reasoning_parsers, supported_architectures, tool_parsers
 from store.bus import Bus, BusError, ended
 from store.contract import grants
@@ -88,8 +90,10 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
         )
         fronts = Fronts(Deps(relay, fleet, gateway_id, settings.resume_deadline_s))
         reserve = Reserve(settings.kept_in, settings.disk_reserve)
-        inference = Inference(auth, fleet, fronts, meter, quotas, bounds, metrics, secret, recent, traces, reserve)
-        inference.awaits_runtimes = settings.runtimes > 0
+        serving = RequestServing(
+            fleet, fronts, meter, quotas, metrics, secret, recent, traces, reserve, settings.runtimes > 0
+        )
+        inference = Inference(auth, Asking(auth, fleet, metrics, bounds), serving, metrics, traces)
         await fleet.start()
         await relay.start()
         await meter.start()

@@ -20,8 +20,10 @@ PRONOUNS_MAX, OPENERS_MAX = 9.0, 6.0  # percent, in a file
 PRONOUNS_MEAN_MAX, OPENERS_MEAN_MAX = 6.5, 4.0  # percent, in all files together
 WORDS_MIN = 60  # smaller files are not judged
 # Modules on the way of every request, and packages too heavy for these modules.
-LIGHT = ("gateway.inference.response", "gateway.inference.relay", "gateway.inference.dispatch")
+LIGHT = ("gateway.inference.response", "gateway.streams.relay", "gateway.streams.dispatch")
 HEAVY = ("torch", "vllm", "transformers")
+# Files of gateway/inference that a request passes, in order: a file imports only files that come later.
+STATIONS = ("endpoint", "asking", "serving", "exchange", "context")
 
 
 def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
@@ -52,6 +54,12 @@ def import_graph() -> dict[str, set[str]]:
     return graph
 
 
+def steps_back(graph: Mapping[str, set[str]]) -> list[tuple[str, str]]:
+    """Imports of a station by a later station: (importing file, imported file)."""
+    order = [f"gateway/inference/{name}.py" for name in STATIONS]
+    return [(later, sooner) for at, later in enumerate(order) for sooner in order[:at] if sooner in graph[later]]
+
+
 def class_names(paths: list[str]) -> dict[str, list[str]]:
     """Defining files by class name."""
     found: defaultdict[str, list[str]] = defaultdict(list)
@@ -79,6 +87,10 @@ def written() -> Iterator[Path]:
 
 def test_no_imports_run_in_a_circle() -> None:
     assert cycles(import_graph()) == []
+
+
+def test_a_request_passes_its_stations_once_and_in_order() -> None:
+    assert steps_back(import_graph()) == []
 
 
 def test_no_class_name_is_used_twice() -> None:
@@ -115,6 +127,12 @@ def test_prose_says_nouns() -> None:
 def test_a_cycle_is_found() -> None:
     graph = {"a.py": {"b.py"}, "b.py": {"c.py"}, "c.py": {"b.py"}, "d.py": {"a.py"}}
     assert cycles(graph) == [("b.py", "c.py")]
+
+
+def test_a_step_back_is_found() -> None:
+    graph = {f"gateway/inference/{name}.py": set[str]() for name in STATIONS}
+    graph["gateway/inference/exchange.py"] = {"gateway/inference/serving.py"}
+    assert steps_back(graph) == [("gateway/inference/exchange.py", "gateway/inference/serving.py")]
 
 
 def test_a_crowded_folder_is_found() -> None:

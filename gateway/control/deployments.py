@@ -29,7 +29,7 @@ from gateway.http.api import (
     time_text,
 )
 from gateway.http.errors import Fault, Problem, invalid, not_found
-from gateway.inference.runtimes import RuntimesView
+from gateway.streams.runtimes import RuntimesView
 from store.contract import wire
 from store.contract.deployments import Deployment, Share, Spec
 from store.contract.priorities import Priority, priority

@@ -22,7 +22,7 @@ from gateway.control.audit import show
 from gateway.core.status import phase
 from gateway.http.api import OF_TENANT, Call, Operation, Query
 from gateway.http.errors import Problem, invalid
-from gateway.inference.runtimes import RuntimesView
+from gateway.streams.runtimes import RuntimesView
 from store.contract.deployments import Deployment, Progress
 from store.db import audit, deployments, models
 from store.db.database import Database, DatabaseError

@@ -15,7 +15,7 @@ import structlog
 from gateway.core.canary import fault
 from gateway.core.status import loadable
 from gateway.http.auth import Auth
-from gateway.inference.runtimes import RuntimesView
+from gateway.streams.runtimes import RuntimesView
 from store.bus import BusError
 from store.contract.deployments import Deployment
 from store.contract.wire import EngineSpec

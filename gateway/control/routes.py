@@ -38,7 +38,7 @@ from gateway.imports.jobs import Imports
 from gateway.imports.sources import Sources
 from gateway.inference.metrics import Metrics
 from gateway.inference.recent import Recent
-from gateway.inference.runtimes import RuntimesView
+from gateway.streams.runtimes import RuntimesView
 from store.db.database import Database
 from store.db.operators import SCOPES
 

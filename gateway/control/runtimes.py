@@ -7,7 +7,7 @@ from starlette.responses import Response
 from gateway.core.objectives import label
 from gateway.http.api import Body, Call, Operation, Page, Shown, answered
 from gateway.http.errors import Problem
-from gateway.inference.runtimes import RuntimesView
+from gateway.streams.runtimes import RuntimesView
 from runtime.core.ledgers.attainment import AttainedShares, shares
 from store.bus import BusError
 from store.contract import wire

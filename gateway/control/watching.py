@@ -9,7 +9,7 @@ from starlette.responses import Response
 from gateway.control.runtimes import ask, runtime_of, users
 from gateway.http.api import Call, Operation, Query, Shown, answered, moment
 from gateway.http.errors import Problem, invalid
-from gateway.inference.runtimes import RuntimesView
+from gateway.streams.runtimes import RuntimesView
 from store.contract import views, wire
 from store.contract.deployments import EngineUse
 from store.db import deployments

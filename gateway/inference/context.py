@@ -47,6 +47,7 @@ class RequestContext:
     priority: Priority = field(init=False)
     arrived_at: float = field(init=False)  # the request was read and parsed: its objective counts from here
     deadline: float = field(init=False)  # latest time for a runtime to take the request
+    timed: bool = field(init=False)  # the client wants to read at the end of a stream where the time went
 
     # Set by `opened`; a request that generates nothing has none of these.
     call: MeteredCall = field(init=False)
@@ -63,11 +64,12 @@ class RequestContext:
     computed: Computed = field(default_factory=Computed)
 
     def understood(
-        self, caller: Caller, name: str, target: Target, tally: Tally, wait_s: float, priority: Priority
+        self, caller: Caller, name: str, target: Target, tally: Tally, wait_s: float, priority: Priority, timed: bool
     ) -> None:
-        """Note the caller, the deployment and the priority. A runtime must take the request within `wait_s` seconds
-        from now."""
-        self.caller, self.name, self.target, self.tally, self.priority = caller, name, target, tally, priority
+        """Note the caller, the deployment and the wishes. A runtime must take the request within `wait_s` seconds from
+        now."""
+        self.caller, self.name, self.target, self.tally = caller, name, target, tally
+        self.priority, self.timed = priority, timed
         self.arrived_at = time.monotonic()
         self.deadline = self.arrived_at + wait_s
 

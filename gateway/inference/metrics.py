@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from gateway.inference.meter import Meter
-from gateway.inference.runtimes import RuntimesView
+from gateway.streams.runtimes import RuntimesView
 from store.contract.series import CODES, DEPLOYMENTS_MOST, METRICS, MODELS_MOST, OTHER, WAIT_S
 from store.contract.wire import Attained, Lease, Residency, Spread
 from store.db import deployments, usage

@@ -15,8 +15,8 @@ from starlette.routing import Route
 from gateway.http.auth import Auth
 from gateway.http.errors import Problem
 from gateway.http.reserve import Reserve
-from gateway.inference.runtimes import RuntimesView
 from gateway.ops import troubles
+from gateway.streams.runtimes import RuntimesView
 from store.bus import Bus
 from store.db.database import Database, DatabaseError
 

@@ -61,10 +61,10 @@ from gateway.http.vllm_errors import unavailable
 from gateway.inference.admission import Admission
 from gateway.inference.computed import Computed, Cost
 from gateway.inference.context import CONTEXT, RequestContext
-from gateway.inference.dispatch import Dispatcher, Unserved
-from gateway.inference.relay import Relay, RuntimeRefused
-from gateway.inference.runtimes import RuntimesView
 from gateway.inference.timing import Timing
+from gateway.streams.dispatch import Dispatcher, Unserved
+from gateway.streams.relay import Relay, RuntimeRefused
+from gateway.streams.runtimes import RuntimesView
 from gateway.vllm import templates
 from gateway.vllm.threads import TenantThreads, TooManyWaiting
 from store.bus import TooLarge

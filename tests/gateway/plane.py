@@ -21,7 +21,7 @@ from gateway.http.auth import Auth
 from gateway.imports.sources import Sources
 from gateway.inference.metrics import Metrics
 from gateway.inference.recent import Recent
-from gateway.inference.runtimes import RuntimesView
+from gateway.streams.runtimes import RuntimesView
 from store.bus import Bus
 from store.contract import wire
 from store.contract.wire import Attained, ModelState, Role

@@ -6,8 +6,8 @@ import asyncio
 import sys
 import time
 
-from gateway.inference.pulse import Pulse
-from gateway.inference.relay import Relay
+from gateway.streams.pulse import Pulse
+from gateway.streams.relay import Relay
 from store.bus import Bus
 from store.contract import wire
 from store.contract.wire import Delta

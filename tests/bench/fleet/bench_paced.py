@@ -45,7 +45,7 @@ sys.path.insert(0, str(ROOT))
 
 import msgspec  # noqa: E402
 
-from gateway.inference.runtimes import RuntimesView  # noqa: E402
+from gateway.streams.runtimes import RuntimesView  # noqa: E402
 from runtime.core.device.events import MoveStep, Placed  # noqa: E402
 from runtime.core.device.model import Phase  # noqa: E402
 from runtime.core.device.request import ModelKey, Objective, Request  # noqa: E402

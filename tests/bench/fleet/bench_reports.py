@@ -3,7 +3,7 @@
 A generator plays the runtimes on a real NATS server: reports four times a second, and a lease each second, split as
 nodes split leases (store/contract/leases.py). A runtime serves all models and has requests of 30 models; from a report
 to the next, a model of the 30 gives way to a further model. A second process is a gateway's view of the fleet
-(gateway/inference/runtimes.py) and nothing else. The answer has, for a window after all bases came: the bytes that the
+(gateway/streams/runtimes.py) and nothing else. The answer has, for a window after all bases came: the bytes that the
 view got each second, CPU time of the view and of the server as shares of a core, and the sizes of a lease, of a lease
 with the states of all models, and of a report. Aims: 2 MB/s of reports, and 1 % of a core (bench_dispatch.py).
 
@@ -27,7 +27,7 @@ import psutil
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT))
 
-from gateway.inference.runtimes import RuntimesView  # noqa: E402
+from gateway.streams.runtimes import RuntimesView  # noqa: E402
 from store.bus import Bus, BusError  # noqa: E402
 from store.contract import wire  # noqa: E402
 from store.contract.leases import LeaseParts  # noqa: E402

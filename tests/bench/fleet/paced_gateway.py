@@ -21,11 +21,11 @@ sys.path.insert(0, str(ROOT))
 
 import msgspec  # noqa: E402
 
-from gateway.inference.dispatch import Dispatcher, Unserved  # noqa: E402
 from gateway.inference.metrics import Metrics  # noqa: E402
-from gateway.inference.relay import Relay, RuntimeRefused  # noqa: E402
-from gateway.inference.runtimes import RuntimesView  # noqa: E402
 from gateway.inference.timing import Timing  # noqa: E402
+from gateway.streams.dispatch import Dispatcher, Unserved  # noqa: E402
+from gateway.streams.relay import Relay, RuntimeRefused  # noqa: E402
+from gateway.streams.runtimes import RuntimesView  # noqa: E402
 from runtime.core.device.request import ModelKey, Objective, Request, request_id  # noqa: E402
 from runtime.core.fleet.dispatch import FRESH_S, NO_RUNTIMES, SeenFleet  # noqa: E402
 from runtime.sim.dispatch.gateways import gateway_of  # noqa: E402

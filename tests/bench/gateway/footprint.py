@@ -15,7 +15,7 @@ NAMES = {
     "runtime.node": "node",
     "runtime.device": "device",
     "gateway.app": "gateway",
-    "gateway.inference.pulse": "pulse",
+    "gateway.streams.pulse": "pulse",
     "rendering.py": "renderer",
     "runtime.engine.compiling": "compiler",
     "up": "supervisor",

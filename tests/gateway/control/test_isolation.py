@@ -24,13 +24,14 @@ from gateway.billing.formats import FORMATS
 from gateway.control.openapi import PATHS, document
 from gateway.http.api import Endpoint, Operation, Query
 from gateway.http.auth import ADMIN, Auth, Caller
-from gateway.inference.endpoint import Bounds, Inference
+from gateway.inference.asking import Asking, Bounds
+from gateway.inference.endpoint import Inference
 from store.db import deployments, tables, usage
 from store.db.database import now_us
 from store.db.usage import GROUPS, period_of
 from tests.gateway.control.strangers import REPLAYED, Ask, Heard, Pair, Strangers, ask, cursor
 from tests.gateway.inference.test_recent import seen
-from tests.gateway.plane import ADMIN_KEY, PEPPER, Plane, made
+from tests.gateway.plane import ADMIN_KEY, Plane, made
 from tests.store.db.test_usage import message
 from tests.store.files.folders import write_model
 
@@ -109,13 +110,9 @@ async def owned(plane: Plane, name: str) -> tuple[httpx.AsyncClient, dict[str, s
 async def world(plane_on_both: Plane) -> AsyncIterator[World]:
     plane = plane_on_both
     nobody = cast(Any, None)  # the walls stand before any engine
-    bounds = Bounds(1 << 20, 5.0, 0.0)
-    plane.app = cast(
-        Any,
-        Gateway(
-            Inference(plane.auth, plane.fleet, nobody, nobody, nobody, bounds, plane.metrics, PEPPER), plane.app, nobody
-        ),
-    )
+    asking = Asking(plane.auth, plane.fleet, plane.metrics, Bounds(1 << 20, 5.0, 0.0))
+    inference = Inference(plane.auth, asking, nobody, plane.metrics)
+    plane.app = cast(Any, Gateway(inference, plane.app, nobody))
     await plane.admin.aclose()
     plane.admin = plane.client(ADMIN_KEY)
     await plane.report({})

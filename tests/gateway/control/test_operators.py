@@ -11,7 +11,8 @@ import pytest
 from gateway.app import Gateway
 from gateway.control.openapi import document
 from gateway.http.auth import Auth
-from gateway.inference.endpoint import Bounds, Inference
+from gateway.inference.asking import Asking, Bounds
+from gateway.inference.endpoint import Inference
 from store.db.operators import EVERYTHING, SCOPES
 from tests.gateway.control.strangers import Ask, Strangers, ask
 from tests.gateway.http.test_auth import bearer
@@ -38,8 +39,8 @@ async def operator(plane: Plane, *scopes: str, name: str = "alice", **said: obje
 async def whole(plane: Plane) -> Plane:
     """A control plane behind tenants' endpoints, as in the gateway."""
     nobody = cast(Any, None)  # keys and scopes are checked before any use of the missing parts
-    bounds = Bounds(1 << 20, 5.0, 0.0)
-    inference = Inference(plane.auth, plane.fleet, nobody, nobody, nobody, bounds, plane.metrics, PEPPER)
+    asking = Asking(plane.auth, plane.fleet, plane.metrics, Bounds(1 << 20, 5.0, 0.0))
+    inference = Inference(plane.auth, asking, nobody, plane.metrics)
     plane.app = cast(Any, Gateway(inference, plane.app, nobody))
     await plane.admin.aclose()
     plane.admin = plane.client(ADMIN_KEY)

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.inference import response as answer_module
 from gateway.inference.context import RequestContext
-from gateway.inference.endpoint import Exchange
+from gateway.inference.exchange import Exchange
 from gateway.inference.meter import MeteredCall
 from gateway.inference.metrics import DeclaredMetrics, Tally
 from gateway.inference.response import ResponseWriter

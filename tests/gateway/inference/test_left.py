@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.types import ASGIApp, Message
 
-from gateway.inference import dispatch, endpoint, relay
+from gateway.inference import serving
+from gateway.streams import dispatch, relay
 from store.bus import ended
 from store.contract import wire
 from store.contract.quotas import Account
@@ -201,7 +202,7 @@ class Stage:
 
 @pytest.fixture
 async def stage(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
-    for module in (dispatch, endpoint):
+    for module in (dispatch, serving):
         monkeypatch.setattr(module, "PARTING_S", PATIENT_S, raising=False)
     monkeypatch.setattr(relay, "SILENCE_S", 60.0)  # the runtimes run on the test's loop, and the loop may stand still
     made(await plane.admin.post("/tenants", json={"name": "acme"}))
@@ -242,7 +243,7 @@ def plans() -> st.SearchStrategy[Plan]:
 
 def wait_for_runtimes(seconds: float) -> None:
     """Set the longest wait of the gateway for the answer to a cancel; a fixture resets the wait after the test."""
-    dispatch.PARTING_S = endpoint.PARTING_S = seconds  # type: ignore[misc]
+    dispatch.PARTING_S = serving.PARTING_S = seconds  # type: ignore[misc]
 
 
 deaths = st.lists(st.none() | st.integers(0, 80), min_size=2, max_size=2)
@@ -349,7 +350,7 @@ async def test_a_gateway_that_dies_while_it_asks_runtimes_leaves_what_was_comput
     for runtime in stage.runtimes:
         runtime.answers = False
     playing = asyncio.create_task(stage.play([Plan(leaves_at=15, tokens=400)]))
-    journal = stage.app.meter._journal  # type: ignore[attr-defined]
+    journal = stage.app.serving.meter._journal  # type: ignore[attr-defined]
     await soon(lambda: any(call.output_tokens >= 14 for call in journal.left_behind()))
     assert not playing.done(), "it still waits for the runtime"
     (call,) = journal.left_behind()

@@ -12,9 +12,11 @@ import pytest
 
 from gateway.core.extent import ExtentLimits
 from gateway.inference.admission import Quotas
-from gateway.inference.endpoint import Bounds, Inference
+from gateway.inference.asking import Asking, Bounds
+from gateway.inference.endpoint import Inference
 from gateway.inference.meter import Meter
-from gateway.inference.relay import Relay
+from gateway.inference.serving import RequestServing
+from gateway.streams.relay import Relay
 from gateway.vllm.front import Deps, Fronts
 from store.contract import wire
 from store.contract.priorities import Priority
@@ -36,7 +38,9 @@ async def asked(
     relay, meter = Relay(plane.bus, "g1"), Meter(plane.bus, plane.folder / "gateway.journal")
     fronts = Fronts(Deps(relay, plane.fleet, "g1", 60.0))
     quotas, bounds = Quotas(plane.bus, plane.database, "g1"), Bounds(body_bytes, 10.0, 30.0, extent)
-    inference = Inference(plane.auth, plane.fleet, fronts, meter, quotas, bounds, plane.metrics, b"salt", plane.recent)
+    asking = Asking(plane.auth, plane.fleet, plane.metrics, bounds)
+    serving = RequestServing(plane.fleet, fronts, meter, quotas, plane.metrics, b"salt", plane.recent)
+    inference = Inference(plane.auth, asking, serving, plane.metrics)
     await relay.start()
     await meter.start()
     await quotas.start()

@@ -16,7 +16,7 @@ from pydantic import ByteSize
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
-from gateway.inference.pulse import LATE_S, LOOP_S_MOST, Loop, stopped
+from gateway.streams.pulse import LATE_S, LOOP_S_MOST, Loop, stopped
 from runtime.config import RuntimeSettings
 from runtime.node.gateways import SILENCE_S
 from runtime.node.runtime import Node

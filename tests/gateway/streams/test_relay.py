@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.inference import relay as relay_module
-from gateway.inference.relay import Relay, RuntimeRefused
+from gateway.streams import relay as relay_module
+from gateway.streams.relay import Relay, RuntimeRefused
 from runtime.core.ledgers.replay_buffer import Ring
 from store.bus import Bus, NoAnswer
 from store.contract import wire

@@ -100,7 +100,7 @@ class Pulse:
             environment = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
             os.write(ours, self._told)
             os.set_blocking(ours, False)
-            command = (sys.executable, "-P", "-m", "gateway.inference.pulse")
+            command = (sys.executable, "-P", "-m", "gateway.streams.pulse")
             self.process = await asyncio.create_subprocess_exec(*command, stdin=theirs, env=environment)
         except BaseException:
             os.close(ours)

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.inference import dispatch
-from gateway.inference import relay as relay_module
-from gateway.inference.dispatch import LOSSES_APART_S, RESUME_PAUSE_S_MOST, Open, resume_pause_s
 from gateway.inference.metrics import Metrics
-from gateway.inference.relay import Relay
 from gateway.inference.timing import Timing
+from gateway.streams import dispatch
+from gateway.streams import relay as relay_module
+from gateway.streams.dispatch import LOSSES_APART_S, RESUME_PAUSE_S_MOST, Open, resume_pause_s
+from gateway.streams.relay import Relay
 from store.contract.wire import Finish
 from tests.conftest import NatsServer, soon
-from tests.gateway.inference.test_dispatch import Runtimes, ended, two
-from tests.gateway.inference.test_relay import Heard, ScriptedRuntime, joined, run
 from tests.gateway.plane import Plane
+from tests.gateway.streams.test_dispatch import Runtimes, ended, two
+from tests.gateway.streams.test_relay import Heard, ScriptedRuntime, joined, run
 
 __all__ = ["two"]  # the fixture
 

@@ -17,9 +17,8 @@ from typing import Protocol
 import structlog
 from msgspec import structs
 
-from gateway.inference.relay import Relay, RuntimeRefused
-from gateway.inference.runtimes import RuntimesView
-from gateway.inference.timing import Timing
+from gateway.streams.relay import Relay, RuntimeRefused
+from gateway.streams.runtimes import RuntimesView
 from runtime.core.device.request import Objective
 from store.bus import BusError, TooLarge
 from store.contract import wire
@@ -49,6 +48,25 @@ class Taker(Protocol):
         """Take note that `request` ended without an answer. `refused`: the client is at fault."""
 
 
+class StreamClock(Protocol):
+    """Keeps the time of a request, part by part. Times are monotonic seconds."""
+
+    def sent(self, now: float) -> None:
+        """The request was sent to a runtime."""
+
+    def refused(self) -> None:
+        """The runtime did not take the request: the request waits on."""
+
+    def lost(self) -> None:
+        """The runtime lost the request."""
+
+    def moved(self) -> None:
+        """The request moved to a new runtime, and the new runtime counts the time anew."""
+
+    def came(self, delta: Delta, now: float) -> None:
+        """A delta of the request came."""
+
+
 @dataclass(slots=True, eq=False)
 class Open:
     """A request that has not ended."""
@@ -56,7 +74,7 @@ class Open:
     id: str
     run: wire.Run  # first attempt, with the number of the present attempt
     due_at: float  # when the first token is due; monotonic
-    timing: Timing
+    clock: StreamClock
     stream: int = 0  # id of the present attempt's stream
     runtime: str = ""
     made: list[int] = field(default_factory=list)  # tokens that the taker has
@@ -104,13 +122,13 @@ class Dispatcher:
         self._by_stream: dict[int, Open] = {}
         self._cancelling: set[asyncio.Task[None]] = set()
 
-    async def submit(self, id: str, run: wire.Run, due_at: float, deadline: float, timing: Timing) -> None:
+    async def submit(self, id: str, run: wire.Run, due_at: float, deadline: float, clock: StreamClock) -> None:
         """Give the request to a runtime, and return when a runtime has taken the request.
 
         `due_at`, when the first token is due, and `deadline`, for a runtime to take the request, are monotonic seconds.
         Raises Unserved, TooLarge, Refused (BAD_MESSAGE).
         """
-        request = self._open[id] = Open(id, run, due_at, timing)
+        request = self._open[id] = Open(id, run, due_at, clock)
         try:
             await self._place(request, deadline, set())
         except BaseException:
@@ -210,12 +228,12 @@ class Dispatcher:
             # The wait at the gateway counts: the client's clock does not start anew at the runtime.
             ttft_s=request.due_at - now,
         )
-        request.timing.sent(now)
+        request.clock.sent(now)
         try:
             await self._relay.run(runtime, run, self)
         except (RuntimeRefused, BusError):
             if stream in self._by_stream:
-                request.timing.refused()
+                request.clock.refused()
                 self._forget(request)
                 raise
         except BaseException:
@@ -278,9 +296,9 @@ class Dispatcher:
             request.made += delta.tokens
             request.stalled_at = None
         told = request.spend(delta)
-        request.timing.came(delta, now)
+        request.clock.came(delta, now)
         if delta.moved is not None:
-            request.timing.moved()
+            request.clock.moved()
             self._fleet.gave_back(request.runtime, request.run.model)
             request.runtime = delta.moved.runtime
             self._fleet.took(request.runtime, request.run.model, request.run.tbt_s)
@@ -288,7 +306,7 @@ class Dispatcher:
         elif delta.finish is Finish.LOST:
             self._forget(request)
             request.leave()
-            request.timing.lost()
+            request.clock.lost()
             self._lost(request, delta)
         elif delta.finish in (Finish.ERROR, Finish.REFUSED):
             error = delta.error or "the engine ended the request with an error"

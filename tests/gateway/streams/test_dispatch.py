@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.inference import dispatch
-from gateway.inference.dispatch import Dispatcher, Unserved
-from gateway.inference.relay import Relay
 from gateway.inference.timing import Timing
+from gateway.streams import dispatch
+from gateway.streams.dispatch import Dispatcher, Unserved
+from gateway.streams.relay import Relay
 from store.bus import Bus
 from store.contract import wire
 from store.contract.wire import Delta, Finish, ModelState, Refusal, Residency
 from tests.conftest import NatsServer
-from tests.gateway.inference.test_relay import ScriptedRuntime, run
 from tests.gateway.plane import Plane, until
+from tests.gateway.streams.test_relay import ScriptedRuntime, run
 
 
 class Taken:

@@ -1,0 +1,155 @@
+"""What a request asks for: the body within its bounds, the deployment and revision, the priority, the longest wait."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+from starlette.requests import Request
+
+from gateway.core.canary import takes
+from gateway.core.extent import BodyExtent, ExtentLimits, first_excess
+from gateway.core.priority import HEADER, PriorityTooHigh, UnknownPriority, asked, granted
+from gateway.core.status import loadable
+from gateway.http.auth import Auth, Caller, Target
+from gateway.http.errors import Fault, Problem
+from gateway.http.limits import read_body
+from gateway.inference.context import RequestContext
+from gateway.inference.metrics import Metrics
+from gateway.inference.routes import BATCH, REPEATING
+from gateway.streams.runtimes import RuntimesView
+from store.contract.priorities import Priority, priority
+
+NAMES_MOST = 8  # deployments that an error names
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of every request, for every caller."""
+
+    body_bytes: int
+    body_deadline_s: float
+    hold_deadline_s: float
+    extent: ExtentLimits = ExtentLimits()
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Finds out what requests ask for. No limit of a tenant is touched here, and no runtime is asked."""
+
+    auth: Auth
+    fleet: RuntimesView
+    metrics: Metrics
+    bounds: Bounds
+
+    async def understand(self, request: Request, path: str, caller: Caller, context: RequestContext) -> bytes:
+        """Read a request's body, and note in `context` what the request asks for. Returns the body for vLLM.
+
+        `path`: the platform's path, without a tenant. Raises Problem, DatabaseError, Disconnected.
+        """
+        body = await read_body(request, self.bounds.body_bytes, self.bounds.body_deadline_s)
+        ask, said = _read(body, self.bounds.extent, path in REPEATING)
+        if path == BATCH:
+            _check_batch(ask)
+        name, named = await self._named(caller, said)
+        body = body if said else _naming(body, name)
+        target = self._revision(named, context.request_id)
+        tally = self.metrics.tally(str(caller.tenant_id), target.deployment_id)
+        prefers = _preferences(request)
+        wait_s = min(self.bounds.hold_deadline_s, _wait_s(prefers))
+        granted_priority = _priority(request, ask, caller, target)
+        context.understood(caller, name, target, tally, wait_s, granted_priority, "timing" in prefers)
+        return body
+
+    async def target(self, caller: Caller, name: str) -> Target:
+        """The tenant's deployment of that name. Raises Problem, DatabaseError."""
+        assert caller.tenant_id is not None
+        target = await self.auth.deployment(caller.tenant_id, name)
+        if target is None:
+            raise Problem(404, "model_not_found", f"there is no deployment {name!r}", [Fault("/model", "unknown")])
+        return target
+
+    async def _named(self, caller: Caller, name: str | None) -> tuple[str, Target]:
+        """The deployment of that name; without a name the tenant's only deployment. Raises Problem."""
+        if name is not None:
+            return name, await self.target(caller, name)
+        assert caller.tenant_id is not None
+        targets = await self.auth.deployments(caller.tenant_id)
+        if len(targets) == 1:
+            return targets[0].name, targets[0]
+        if not targets:
+            detail = "this tenant has no deployment: make one with `staccato deploy`"
+            raise Problem(404, "no_deployment", detail, [Fault("/model", "missing")])
+        names = ", ".join(target.name for target in targets[:NAMES_MOST]) + (" …" if len(targets) > NAMES_MOST else "")
+        detail = f"`model` is missing: this tenant has {len(targets)} deployments, name one of them: {names}"
+        raise Problem(400, "missing_model", detail, [Fault("/model", "missing")])
+
+    def _revision(self, target: Target, request_id: str) -> Target:
+        """The canary's revision, if the request is in the canary's share and some runtime can serve the canary."""
+        canary = target.canary
+        if canary is None or not takes(request_id, target.canary_weight):
+            return target
+        key = canary.spec.key
+        return canary if loadable(self.fleet.states(key).values()) and self.fleet.choose(key) else target
+
+
+def _read(body: bytes, extent: ExtentLimits, repeats: bool) -> tuple[BodyExtent, str | None]:
+    """The body, and the deployment named in the body or None. `repeats`: the request generates no tokens.
+
+    Raises Problem if the body is not the JSON expected, or asks for too much.
+    """
+    try:
+        ask = msgspec.json.decode(body, type=BodyExtent)
+        name = msgspec.json.decode(ask.model, type=str | None) if ask.model else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Problem(400, "invalid_json", f"the body is not the JSON object expected: {error}") from error
+    if excess := first_excess(ask, extent, repeats):
+        remedy = f"ask for less, or have the operator raise STACCATO_{excess.setting.upper()}"
+        raise Problem(
+            400,
+            "request_too_extensive",
+            f"`{excess.field}`: {excess}: {remedy}",
+            [Fault(f"/{excess.field}", str(excess))],
+        )
+    return ask, name or None
+
+
+def _check_batch(ask: BodyExtent) -> None:
+    """Refuse a streamed batch: vLLM answers a streamed batch with the last piece of each text alone.
+
+    Raises Problem.
+    """
+    if bytes(ask.stream) in (b"true", b"1"):
+        remedy = "leave `stream` out, or send each conversation to /v1/chat/completions"
+        raise Problem(400, "invalid_request", f"`stream`: a batch is answered in one piece: {remedy}")
+
+
+def _naming(body: bytes, name: str) -> bytes:
+    """The body with the deployment's name added: vLLM wants the name on some routes."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode(fields | {"model": msgspec.Raw(msgspec.json.encode(name))})
+
+
+def _preferences(request: Request) -> dict[str, str]:
+    """The preferences of the header `Prefer` (RFC 7240): `wait=N`, in seconds, and `timing`."""
+    said = (preference.strip().partition("=") for preference in request.headers.get("prefer", "").split(","))
+    return {name.lower(): value for name, _, value in said}
+
+
+def _wait_s(preferences: Mapping[str, str]) -> float:
+    """Seconds that the client is willing to wait; infinite if the client does not say."""
+    with contextlib.suppress(KeyError, ValueError):
+        return max(0.0, float(preferences["wait"]))
+    return float("inf")
+
+
+def _priority(request: Request, ask: BodyExtent, caller: Caller, target: Target) -> Priority:
+    """The request's priority. Raises Problem."""
+    try:
+        return granted(asked(request.headers.get(HEADER), ask.service_tier), priority(target.priority), caller.priority)
+    except UnknownPriority as error:
+        raise Problem(400, "invalid_request", str(error)) from error
+    except PriorityTooHigh as error:
+        raise Problem(403, "priority_too_high", str(error)) from error
