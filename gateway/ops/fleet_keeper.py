@@ -29,7 +29,8 @@ class FleetAnswer(Struct, frozen=True):
     wanted: int | None  # None: no scheduler says a number
     serving: frozenset[str]
     draining: frozenset[str]
-    removable: frozenset[str]  # draining for want of load, without a request
+    surplus: frozenset[str]  # draining for want of load: the scheduler may ask the runtimes back
+    removable: frozenset[str]  # surplus and without a request
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class FleetStep:
 def step_to(seen: FleetAnswer, present: AbstractSet[str], ending: AbstractSet[str], names: Sequence[str]) -> FleetStep:
     """Return the next step towards the wanted number of runtimes. Pure.
 
-    A runtime drained by an operator is neither counted nor ended.
+    A surplus runtime counts until it ends, because the scheduler asks surplus runtimes back first. A runtime drained by
+    an operator is neither counted nor ended.
 
     Args:
         present: runtimes with a process here, runtimes in `ending` included.
@@ -52,7 +54,7 @@ def step_to(seen: FleetAnswer, present: AbstractSet[str], ending: AbstractSet[st
         names: names that runtimes here may have; the first free names are taken."""
     if seen.wanted is None:
         return FleetStep()
-    counted = (seen.serving | (present - seen.draining)) - ending
+    counted = (seen.serving | seen.surplus | (present - seen.draining)) - ending
     missing = max(0, seen.wanted - len(counted))
     free = [name for name in names if name not in present | seen.serving | seen.draining]
     end = tuple(name for name in names if name in seen.removable & present - ending)
@@ -102,7 +104,7 @@ class FleetKeeper:
         self._failing -= seen.serving
         step = step_to(seen, self._tier.names, self._tier.ending, self._names)
         for name in step.end:
-            self._say(f"{name} ends: runtimes wanted now: {seen.wanted}")
+            self._say(f"{name} ends: the load needs fewer runtimes")
             self._tier.end(name)
         if not step.missing:
             self._forget_failing()
@@ -115,7 +117,7 @@ class FleetKeeper:
         child = replace(self._runtime(name), needed=False)
         self._tier.start(child, self._lost, _say_nothing if again else None)
         if not again:
-            self._say(f"{name} starts: runtimes wanted now: {seen.wanted}")
+            self._say(f"{name} starts: the load needs {seen.wanted} runtimes")
 
     def _lost(self, name: str, error: BaseException) -> None:
         self._starts_from = time.monotonic() + RETRY_S

@@ -293,7 +293,10 @@ class Scheduler:
         return True
 
     async def _give_orders(self) -> None:
-        for runtime, order in self._fleet.tick(time.monotonic()):
+        orders = self._fleet.tick(time.monotonic())
+        if any(isinstance(order, wire.Drain) for _, order in orders):
+            await self._lead()  # a process that starts runtimes learns the wanted number before the runtime drains
+        for runtime, order in orders if self.leads else ():
             self.orders += 1
             refusal = await self._order(runtime, wire.replace(order, term=self._term))
             log.info("scheduler.order", runtime=runtime, refusal=refusal, **_shown(order))

@@ -29,8 +29,13 @@ PROGRAMS = {
 }
 
 
-def answer(wanted: int | None, serving: str = "", draining: str = "", removable: str = "") -> FleetAnswer:
-    return FleetAnswer(wanted, *(frozenset(names.split()) for names in (serving, draining, removable)))
+def answer(
+    wanted: int | None, serving: str = "", drained: str = "", surplus: str = "", removable: str = ""
+) -> FleetAnswer:
+    """The answer about a fleet with runtimes drained by an operator, surplus runtimes, and removable ones of these."""
+    names = [frozenset(names.split()) for names in (serving, f"{drained} {surplus} {removable}")]
+    names += [frozenset(f"{surplus} {removable}".split()), frozenset(removable.split())]
+    return FleetAnswer(wanted, *names)
 
 
 # ── what is to be done ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -39,18 +44,20 @@ def answer(wanted: int | None, serving: str = "", draining: str = "", removable:
 @pytest.mark.parametrize(
     ("seen", "present", "ending", "step"),
     [
-        pytest.param(answer(None, "r1", "r2", "r2"), "r1 r2", "", FleetStep(), id="no scheduler: nothing is done"),
+        pytest.param(answer(None, "r1", "", "", "r2"), "r1 r2", "", FleetStep(), id="no scheduler: nothing is done"),
         pytest.param(answer(1, "r1"), "r1", "", FleetStep(), id="as many as wanted"),
         pytest.param(answer(3, "r1"), "r1", "", FleetStep(("r2", "r3"), missing=2), id="missing: next free names"),
         pytest.param(answer(2, "r2"), "r2", "", FleetStep(("r1",), missing=1), id="the first name may be free"),
         pytest.param(answer(2, "r1"), "r1 r2", "", FleetStep(), id="a process without a lease is on its way"),
         pytest.param(answer(2, "r1 far"), "r1", "", FleetStep(), id="runtimes of other hosts count"),
         pytest.param(answer(2, "r1 r2"), "r1", "", FleetStep(), id="also under a name of this host"),
-        pytest.param(answer(1, "r1", "r2"), "r1 r2", "", FleetStep(), id="surplus with requests, or an operator's"),
-        pytest.param(answer(1, "r1", "r2", "r2"), "r1 r2", "", FleetStep(end=("r2",)), id="surplus without requests"),
-        pytest.param(answer(1, "r2", "r1", "r1"), "r1 r2", "", FleetStep(end=("r1",)), id="the first may be surplus"),
-        pytest.param(answer(1, "r1", "r2", "r2"), "r1 r2", "r2", FleetStep(), id="it was told to end already"),
-        pytest.param(answer(1, "r1", "far", "far"), "r1", "", FleetStep(), id="other hosts end their own"),
+        pytest.param(answer(1, "r1", "r2"), "r1 r2", "", FleetStep(), id="an operator's drain"),
+        pytest.param(answer(1, "r1", "", "r2"), "r1 r2", "", FleetStep(), id="surplus with requests"),
+        pytest.param(answer(2, "r1", "", "r2"), "r1 r2", "", FleetStep(), id="surplus, and to be asked back"),
+        pytest.param(answer(1, "r1", "", "", "r2"), "r1 r2", "", FleetStep(end=("r2",)), id="surplus without requests"),
+        pytest.param(answer(1, "r2", "", "", "r1"), "r1 r2", "", FleetStep(end=("r1",)), id="the first may be surplus"),
+        pytest.param(answer(1, "r1", "", "", "r2"), "r1 r2", "r2", FleetStep(), id="told to end already"),
+        pytest.param(answer(1, "r1", "", "", "far"), "r1", "", FleetStep(), id="other hosts end their own"),
         pytest.param(
             answer(2, "r1", "r2"), "r1 r2", "", FleetStep(("r3",), missing=1), id="an operator's drain is replaced"
         ),
@@ -122,14 +129,14 @@ async def test_missing_runtimes_start_and_surplus_runtimes_end_without_being_fai
     await soon(lambda: kept.tier.names == {"r1", "r2", "r3"})
     kept.answer = answer(3, "r1 r2 r3")
     await kept.looks(3)
-    kept.answer = answer(1, "r2", "r1 r3", "r1 r3")
+    kept.answer = answer(1, "r2", removable="r1 r3")
     await soon(lambda: kept.tier.names == {"r2"})
     await kept.looks(3)
     assert kept.said == [
-        "r2 starts: runtimes wanted now: 3",
-        "r3 starts: runtimes wanted now: 3",
-        "r1 ends: runtimes wanted now: 1",
-        "r3 ends: runtimes wanted now: 1",
+        "r2 starts: the load needs 3 runtimes",
+        "r3 starts: the load needs 3 runtimes",
+        "r1 ends: the load needs fewer runtimes",
+        "r3 ends: the load needs fewer runtimes",
     ]
     kept.answer = answer(2, "r2")
     await soon(lambda: kept.tier.names == {"r1", "r2"})
@@ -237,7 +244,7 @@ FLEET |= {"draining": ["r2"], "surplus": ["r2"], "removable": ["r2"]}
 async def test_the_fleet_is_asked_for_with_the_operator_key(tmp_path: Path) -> None:
     settings = load(data=tmp_path, port=free_port())
     async with gateway(settings.port, http("200 OK", FLEET)) as heard:
-        assert await ask(settings, "sk-operator") == answer(1, "r1", "r2", "r2")
+        assert await ask(settings, "sk-operator") == answer(1, "r1", removable="r2")
     assert (
         heard[0].startswith(b"GET /api/v1/fleet HTTP/1.1\r\n") and b"Authorization: Bearer sk-operator\r\n" in heard[0]
     )

@@ -176,7 +176,7 @@ def test_the_number_of_runtimes_follows_what_the_gateway_says(settings: Settings
         platform.process.wait()
     assert code == 0
     *changes, last = said.splitlines()
-    assert changes == ["r2 starts: runtimes wanted now: 2", "r1 ends: runtimes wanted now: 1"]
+    assert changes == ["r2 starts: the load needs 2 runtimes", "r1 ends: the load needs fewer runtimes"]
     assert last.startswith("stopping")
 
 

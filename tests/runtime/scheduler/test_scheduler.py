@@ -227,6 +227,30 @@ def test_a_runtime_that_did_not_get_the_order_to_drain_is_told_again() -> None:
     assert [order for _, order in scaled.go_on(30)] == [wire.Drain(on=True)]
 
 
+async def test_the_wanted_number_is_known_before_a_runtime_drains(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a runtime that drains would look like a missing runtime to the process that starts runtimes."""
+    monkeypatch.setattr(scheduler_module, "TICK_S", 0.1)
+    wanted: list[int] = []
+
+    async def obey(data: bytes) -> wire.Reply:
+        leader, _ = await bus.read(wire.LEADER, scheduler_module.ROLE, wire.Leader)
+        wanted.append(leader.wanted if leader else 0)
+        return wire.Reply()
+
+    async with Bus.connect(nats_server.url, "s") as theirs, Bus.connect(nats_server.url, "b") as bus:
+        await bus.respond(wire.drain_subject("r2"), obey)
+        stop = asyncio.Event()
+        task = asyncio.create_task(Scheduler(theirs, Rules(band=Band(1, 2, cooldown_s=0.1)), "s").run(stop))
+        report = asyncio.create_task(_report(bus, lease("r1"), lease("r2")))
+        await soon(lambda: bool(wanted))
+        stop.set()
+        await task
+        await ended(report)
+    assert wanted[0] == 1
+
+
 async def test_a_lost_order_to_drain_is_given_again(nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "TICK_S", 0.1)
     orders: list[wire.Drain] = []
@@ -241,9 +265,7 @@ async def test_a_lost_order_to_drain_is_given_again(nats_server: NatsServer, mon
         stop = asyncio.Event()
         task = asyncio.create_task(Scheduler(theirs, Rules(band=band), "s").run(stop))
         report = asyncio.create_task(_report(bus, lease("r1"), lease("r2")))
-        async with asyncio.timeout(60):
-            while len(orders) < 2:
-                await asyncio.sleep(0.02)
+        await soon(lambda: len(orders) >= 2)
         stop.set()
         await task
         await ended(report)
