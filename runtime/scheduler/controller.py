@@ -117,7 +117,7 @@ class LeasedFleet:
         models = lease.models.items()
         kv_bytes = kv_room_bytes(lease, {key: state.running + state.waiting for key, state in models})
         free = headroom(sum(state.high for _, state in models))
-        used = sum(state.kv_pages for _, state in models)
+        used = sum(state.kv_pages - state.kv_spare_pages for _, state in models)
         step_bytes = sum(
             self._specs[key].kv_bytes_per_token * state.running for key, state in models if key in self._specs
         )

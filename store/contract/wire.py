@@ -435,6 +435,7 @@ class ModelState(Message, frozen=True, kw_only=True, tag="ModelState", omit_defa
     tokens: int = 0
     weights_pages: int = 0  # pages of the device pool, now
     kv_pages: int = 0
+    kv_spare_pages: int = 0  # part of `kv_pages` that holds only prefixes of ended requests and is not needed soon
     kv_fragmentation: float = 0.0  # in pages with used blocks: share of the bytes that no used block takes
     fetches: int = 0  # copies of the weights from the host's memory to the device
     fetch_ms: float = 0.0  # duration of the last fetch

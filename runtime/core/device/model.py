@@ -233,6 +233,7 @@ class Model:
             tokens=self.record.tokens,
             weights_pages=held.weights,
             kv_pages=held.kv,
+            kv_spare_pages=held.kv_spare,
             kv_fragmentation=round(kv_fragmentation, 3),
             fetches=self.loads.fetches,
             fetch_ms=round(self.loads.fetch_ms, 3),

@@ -98,6 +98,12 @@ def test_who_waits_for_memory_makes_a_runtime_look_fuller() -> None:
     assert (other.used_bytes, other.queued_bytes, other.least_bytes) == (0, 0, None)
 
 
+def test_pages_kept_after_a_peak_are_no_load() -> None:
+    peak = ModelState(residency=Residency.RESIDENT, running=9, kv_pages=60, weights_pages=4)
+    after = wire.replace(peak, running=1, kv_spare_pages=58)
+    assert (reported({"a": peak}).used_bytes, reported({"a": after}).used_bytes) == (60 * PAGE, 2 * PAGE)
+
+
 def reported(states: dict[str, ModelState]) -> Load:
     fleet = LeasedFleet(Rules())
     told(fleet, 1.0, wire.replace(lease("r1"), models=states))
