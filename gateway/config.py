@@ -20,7 +20,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from gateway.core.extent import ExtentLimits
 from runtime.core.turns.registry import POLICIES
 from store.contract.elapsed import KEPT_DAYS
-from store.settings import PREFIX, read
+from store.settings import PREFIX, SettingsError, read
 
 
 def _memory() -> int:
@@ -71,7 +71,9 @@ class Settings(BaseSettings):
     s3_key_id: SecretStr | None = None  # None: requests are not signed
     s3_secret: SecretStr | None = None
     s3_session_token: SecretStr | None = None
-    runtimes: int = Field(1, ge=0, le=64)
+    runtimes: int = Field(1, ge=0, le=64)  # least number
+    # Most runtimes: above `runtimes`, `staccato up` starts and ends runtimes as the load needs.
+    runtimes_most: int = Field(default_factory=lambda values: values["runtimes"], ge=0, le=64)
     prefill: int = Field(0, ge=0)  # runtimes that compute prompts and hand requests on to the decode runtimes
     device_memory: ByteSize = Field(ByteSize(512 << 20), ge=4 << 20)  # pool of pages of each runtime
     # Host memory for images of models and parked requests, shared by all runtimes:
@@ -133,6 +135,19 @@ class Settings(BaseSettings):
         if policy not in POLICIES:
             raise ValueError(f"choose one of {', '.join(POLICIES)}")
         return policy
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of runtimes of `staccato up` follows the load."""
+        return self.runtimes_most > self.runtimes
+
+    def check_runtimes(self) -> None:
+        """Raise SettingsError if `staccato up` can't keep the number of runtimes between least and most."""
+        least, most = f"{PREFIX}RUNTIMES={self.runtimes}", f"{PREFIX}RUNTIMES_MOST={self.runtimes_most}"
+        if self.runtimes_most < self.runtimes:
+            raise SettingsError(f"{least} is more than {most}: lower the least number, or raise the most")
+        if self.elastic and not self.runtimes:
+            raise SettingsError(f"{least} with {most}: no runtime would tell of a load; let at least 1 runtime stay")
 
     def extent(self) -> ExtentLimits:
         """Largest extent of a request."""

@@ -35,8 +35,8 @@ def free_port() -> int:
 
 
 async def soon(true: Callable[[], bool]) -> None:
-    """Return when `true()` is true; fail after 20 s."""
-    async with asyncio.timeout(20):
+    """Return when `true()` is true; fail after 60 s."""
+    async with asyncio.timeout(60):
         while not true():
             await asyncio.sleep(0.01)
 

@@ -27,7 +27,11 @@ def up(
         typer.Option(help=f"Folder of all that is kept: database, keys, logs, models, {_default('data', '.staccato')}"),
     ] = None,
     runtimes: Annotated[
-        int | None, typer.Option(help=f"Number of runtimes; each has a device, {_default('runtimes', '1')}")
+        str | None,
+        typer.Option(
+            help="Number of runtimes, each with a device, or least and most, as 1:4: the number follows the load, "
+            + _default("runtimes", "1")
+        ),
     ] = None,
     prefill: Annotated[
         int | None,
@@ -58,7 +62,7 @@ def up(
         port=port,
         host=host,
         data=data,
-        runtimes=runtimes,
+        **bounds(runtimes),
         prefill=prefill,
         device_memory=device_memory,
         policy=policy,
@@ -80,6 +84,16 @@ def up(
     except up.UpError as error:
         raise CliError(str(error), error.exit_code) from error
     raise typer.Exit(code)
+
+
+def bounds(runtimes: str | None) -> dict[str, str]:
+    """Return the settings of the option `--runtimes`. Raises typer.BadParameter."""
+    if runtimes is None:
+        return {}
+    least, colon, most = runtimes.partition(":")
+    if not least.isdigit() or (colon and not most.isdigit()):
+        raise typer.BadParameter(f"--runtimes {runtimes!r}: write a number, as 2, or least and most, as 1:4")
+    return {"runtimes": least, "runtimes_most": most if colon else least}
 
 
 def gateway() -> None:

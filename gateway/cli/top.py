@@ -108,12 +108,17 @@ def view(before: Sample | None, now: Sample) -> View:
     return View(gpus and sorted(gpus, key=lambda row: str(row["gpu"])), rows)
 
 
+def _drain(gpu: Row) -> str:
+    """Return "surplus" for a GPU drained for want of load, "draining" for another drained GPU, else ""."""
+    return "surplus" if gpu.get("surplus") else "draining" if gpu.get("draining") else ""
+
+
 def _gpu(gpu: Row, before: Row | None, passed_s: float) -> Row:
     models = _models(gpu)
     holder = models.get(str(gpu.get("holder")))
     return {
         "gpu": gpu["id"],
-        "held_by": "draining" if gpu.get("draining") else "idle" if holder is None else _label(holder),
+        "held_by": _drain(gpu) or ("idle" if holder is None else _label(holder)),
         "memory_mib": round(_number(gpu["memory_bytes"]) / 2**20),
         "used": _share(_number(gpu["used_bytes"]), _number(gpu["memory_bytes"])),
         "running": sum(_number(model["running"]) for model in models.values()),

@@ -59,6 +59,7 @@ class ShownGpu(Shown, frozen=True, kw_only=True):
     id: str
     engine: str
     draining: bool
+    surplus: bool
     role: Role
     holder: str | None
     switches: int
@@ -73,7 +74,10 @@ class ShownFleet(Shown, frozen=True, kw_only=True):
     scheduler: str | None
     runtimes: int
     wanted: int | None
+    serving: list[str]  # runtimes that take requests
     draining: list[str]
+    surplus: list[str]  # draining runtimes that the scheduler drained for want of load
+    removable: list[str]  # surplus runtimes without a request: may be ended now
 
 
 class ShownRole(RoleAsked, frozen=True):
@@ -113,7 +117,10 @@ async def fleet(call: Call, fleet: RuntimesView) -> Response:
         scheduler=leader.holder if leader else None,
         runtimes=len(leases),
         wanted=(leader.wanted or None) if leader else None,
+        serving=sorted(id for id, lease in leases.items() if not lease.draining),
         draining=sorted(id for id, lease in leases.items() if lease.draining),
+        surplus=sorted(id for id, lease in leases.items() if lease.surplus),
+        removable=sorted(id for id, lease in leases.items() if lease.surplus and not _requests(lease)),
     )
     return answered(wish)
 
@@ -165,6 +172,7 @@ def _gpu(lease: Lease, users: dict[str, dict[str, str]]) -> ShownGpu:
         id=lease.runtime,
         engine=lease.engine,
         draining=lease.draining,
+        surplus=lease.surplus,
         role=lease.role,
         holder=lease.holder or None,
         switches=lease.switches,
@@ -174,6 +182,10 @@ def _gpu(lease: Lease, users: dict[str, dict[str, str]]) -> ShownGpu:
         time=_time(lease.accounts),
         models={key: _model(lease, state, users.get(key, {})) for key, state in sorted(lease.models.items())},
     )
+
+
+def _requests(lease: Lease) -> int:
+    return sum(state.running + state.waiting for state in lease.models.values())
 
 
 def _model(lease: Lease, state: wire.ModelState, users: dict[str, str]) -> HostedModel:

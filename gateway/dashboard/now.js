@@ -54,7 +54,7 @@ export function show(root, { signal, say }) {
 function warn(list, found) {
   const said = found.flatMap((gpu) => [
     ...(gpu.engine ? [] : [`${gpu.id} has no device process: it is being started`]),
-    ...(gpu.draining ? [`${gpu.id} drains`] : []),
+    ...(gpu.draining ? [`${gpu.id} drains${gpu.surplus ? " for want of load" : ""}`] : []),
     ...Object.entries(gpu.models)
       .filter(([, model]) => model.error)
       .map(([key, model]) => `${nameOf(model.deployments, key)} on ${gpu.id}: ${model.error}`),

@@ -32,6 +32,7 @@ PR_SET_PDEATHSIG = 1
 
 Say = Callable[[str], None]
 Hear = Callable[[str, str], None]  # called with a child's name and a line written by the child
+Lost = Callable[[str, BaseException], None]  # called with a child's name and why the child is not started again
 
 
 class GaveUp(Exception):
@@ -47,6 +48,7 @@ class Child:
     environment: Mapping[str, str]
     stop_s: float = 10.0  # from SIGTERM to SIGKILL
     fds: tuple[int, ...] = ()  # files that the process gets under unchanged numbers
+    needed: bool = True  # once well, the child is started again however often the child dies
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Restarts:
 
     deaths: int = 0  # deaths in a row, since the child was last well
     was_well: bool = False  # the child was well at any time
+    needed: bool = True  # see Child
 
     def died(self, lived_s: float) -> Restarts:
         well = lived_s >= HEALTHY_S
@@ -66,8 +69,8 @@ class Restarts:
 
     @property
     def hopeless(self) -> bool:
-        """Whether to give the child up; never a child that was once well: needed services may come back."""
-        return self.deaths >= DEATHS_MOST and not self.was_well
+        """Whether to give the child up; never a needed child that was once well: needed services may come back."""
+        return self.deaths >= DEATHS_MOST and not (self.needed and self.was_well)
 
 
 class Tree:
@@ -84,35 +87,47 @@ class Tree:
         An exception of `say` or `hear` ends the tree: `unfailing` wraps functions that may fail to write.
         """
         self._logs, self._say, self._hear, self._troubles = logs, say, hear, troubles
-        self._tiers: list[list[_Kept]] = []
+        self._tiers: list[Tier] = []
         self._hurry = asyncio.Event()
+        self._failed = asyncio.Event()
+        self._failure: BaseException | None = None  # why the tree ends, with `_failed`
         logs.mkdir(parents=True, exist_ok=True)
 
-    def start(self, *children: Child) -> None:
-        """Start a tier of children: a tier starts together and stops together."""
-        kept = (_Kept(child, Log(self._logs, child.name, self._hear), self._say, self._troubles) for child in children)
-        self._tiers.append(list(kept))
+    def start(self, *children: Child) -> Tier:
+        """Start a tier of children: a tier starts together and stops together. A hopeless child ends the watch."""
+        tier = Tier(self._keep, self._troubles, self._hurry)
+        self._tiers.append(tier)
+        for child in children:
+            tier.start(child, self._fail)
+        return tier
+
+    def _keep(self, child: Child, say: Say | None) -> _Kept:
+        return _Kept(child, Log(self._logs, child.name, self._hear), say or self._say, self._troubles)
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._failed.set()
 
     def restart(self, name: str) -> None:
         """End the child named `name`; the supervisor starts it again at once."""
-        for kept in (kept for tier in self._tiers for kept in tier if kept.name == name):
-            kept.restart()
+        for tier in self._tiers:
+            tier.restart(name)
 
     async def watch(self, stop: asyncio.Event) -> None:
-        """Wait until `stop` is set. Raises GaveUp if a child is hopeless."""
-        stopped = asyncio.create_task(stop.wait())
-        tasks = [kept.task for tier in self._tiers for kept in tier]
+        """Wait until `stop` is set. Raises GaveUp if a child of the first start is hopeless."""
+        waits = [asyncio.create_task(event.wait()) for event in (stop, self._failed)]
         try:
-            done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            stopped.cancel()
-        for task in done - {stopped}:
-            task.result()
+            for wait in waits:
+                wait.cancel()
+        if self._failure:
+            raise self._failure
 
     async def stop(self) -> None:
         """Stop tier after tier, the youngest first: SIGTERM, then SIGKILL after the child's `stop_s`."""
         for tier in reversed(self._tiers):
-            await asyncio.gather(*(kept.stop(self._hurry) for kept in tier))
+            await tier.stop()
 
     def kill(self) -> None:
         """Kill every child at once. A `stop` under way does not wait any longer."""
@@ -121,6 +136,65 @@ class Tree:
     @property
     def killed(self) -> bool:
         return self._hurry.is_set()
+
+
+class Tier:
+    """Children that stop together. A child may come after the others, and a child may go before the others."""
+
+    def __init__(
+        self, keep: Callable[[Child, Say | None], _Kept], troubles: Troubles | None, hurry: asyncio.Event
+    ) -> None:
+        self._keep, self._troubles, self._hurry = keep, troubles, hurry
+        self._kept: dict[str, _Kept] = {}  # by name
+        self._ending: dict[str, asyncio.Task[None]] = {}  # by name
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the children, children about to end included."""
+        return frozenset(self._kept)
+
+    @property
+    def ending(self) -> frozenset[str]:
+        """Names of the children that were told to end."""
+        return frozenset(self._ending)
+
+    def start(self, child: Child, lost: Lost, say: Say | None = None) -> None:
+        """Start a child. Raises OSError if the child's log can't be written.
+
+        Args:
+            lost: called when the child is not started again though no part of the platform ended the child.
+            say: called with a sentence for each death and restart; None: the `say` of the tree."""
+        kept = self._kept[child.name] = self._keep(child, say)
+        kept.task.add_done_callback(lambda task: self._over(child.name, task, lost))
+
+    def _over(self, name: str, task: asyncio.Task[None], lost: Lost) -> None:
+        del self._kept[name]
+        if not task.cancelled() and (error := task.exception()):
+            lost(name, error)
+
+    def end(self, name: str) -> None:
+        """End the child named `name` for good, in the background: SIGTERM, then SIGKILL after the child's `stop_s`."""
+        if name in self._kept and name not in self._ending:
+            self._ending[name] = asyncio.create_task(self._end(name, self._kept[name]))
+
+    async def _end(self, name: str, kept: _Kept) -> None:
+        try:
+            await kept.stop(self._hurry)
+        finally:
+            del self._ending[name]
+        self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """Forget the troubles of a child that ended and is not missed."""
+        if self._troubles:
+            self._troubles.forget(name)
+
+    def restart(self, name: str) -> None:
+        if name in self._kept:
+            self._kept[name].restart()
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(kept.stop(self._hurry) for kept in self._kept.values()))
 
 
 def unfailing(say: Say) -> Say:
@@ -145,7 +219,7 @@ class _Kept:
         self.task = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
-        restarts = Restarts()
+        restarts = Restarts(needed=self._child.needed)
         while not self._stopping.is_set():
             started_s = time.monotonic()
             ended = _ended(await self._live())

@@ -67,6 +67,11 @@ class Troubles:
         if self._known.pop(role, None):
             self._write()
 
+    def forget(self, child: str) -> None:
+        """Forget the troubles of a child of the supervisor, and of the device process of the child."""
+        for role in (child, _device(child)):
+            self.well(role)
+
     def heard(self, child: str, line: str) -> None:
         """Note a line written by `child`. A runtime's log tells of the start and the end of the device process."""
         if not line.startswith("{"):

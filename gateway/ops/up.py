@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -23,8 +24,10 @@ from pathlib import Path
 
 from gateway.config import Settings, admin_key, pepper
 from gateway.http.reserve import free_bytes
-from gateway.ops import bus_users
+from gateway.ops import bus_users, fleet_keeper
+from gateway.ops.asking import get
 from gateway.ops.bus_store import BusStore
+from gateway.ops.fleet_keeper import FleetKeeper
 from gateway.ops.supervise import Child, GaveUp, Say, Tree, unfailing
 from gateway.ops.troubles import Troubles
 from store.contract import grants
@@ -53,11 +56,12 @@ class UpError(Exception):
 
 
 def run(settings: Settings, say: Say, ready: Say, verbose: bool = False) -> int:
-    """Run the platform until a signal, and return the exit code. Raises UpError.
+    """Run the platform until a signal, and return the exit code. Raises UpError, SettingsError.
 
     `ready` is called once with the URL, `say` with each event. A failure of either is
     ignored, and the sentence is lost.
     """
+    settings.check_runtimes()
     observe.no_core_files()
     before = os.umask(0o077)  # files of this process and its children are readable only for their user
     say, ready = unfailing(say), unfailing(ready)
@@ -188,12 +192,12 @@ async def serve(settings: Settings, say: Say, ready: Say, verbose: bool) -> int:
             if settings.nats_url is None:
                 own = {"nats_url": await start_nats(tree, settings), "nats_credentials": users_folder(settings)}
                 settings = settings.model_copy(update=own)
-            start_roles(tree, settings)
-            announcing = asyncio.create_task(announce(settings, started_s, say, ready))
+            keeper = start_roles(tree, settings, say)
+            attending = asyncio.create_task(attend(settings, keeper, started_s, say, ready))
             try:
                 await tree.watch(stop)
             finally:
-                announcing.cancel()
+                attending.cancel()
             say("stopping: open streams may end; a second Ctrl-C kills")
         finally:
             watching.cancel()
@@ -295,33 +299,49 @@ def credentials(settings: Settings, user: User) -> dict[str, str]:
     return {PREFIX + "NATS_CREDENTIALS": str(bus_users.seed_file(given, user) if given.is_dir() else given)}
 
 
-def start_roles(tree: Tree, settings: Settings) -> None:
+def start_roles(tree: Tree, settings: Settings, say: Say) -> FleetKeeper | None:
+    """Start every role, and return the keeper of the number of runtimes; None: the number stays as it is."""
     told = environment(settings, LEDGER_SETTINGS) | credentials(settings, grants.LEDGER)
     tree.start(Child("ledger", module_command("store.db.ledger"), told, stop_s=15))
-    tree.start(*_runtimes(settings, runtime_ids(settings)))
-    if settings.runtimes > 1:
+    cache, names = host_cache(settings), runtime_ids(settings)
+    runtimes = tree.start(*(runtime(settings, cache, name) for name in names[: settings.runtimes]))
+    if len(names) > 1:
         told = environment(settings, SCHEDULER_SETTINGS) | credentials(settings, grants.SCHEDULER)
-        tree.start(Child("scheduler", module_command("runtime.scheduler"), told))
+        tree.start(Child("scheduler", module_command("runtime.scheduler"), told | scaling_bounds(settings)))
     told = environment(settings, tuple(Settings.model_fields)) | credentials(settings, grants.GATEWAY)
     tree.start(Child("gateway", module_command("gateway.app"), told, stop_s=40))
+    if not settings.elastic:
+        return None
+    ask = functools.partial(fleet_keeper.ask, settings, admin_key(settings))
+    return FleetKeeper(runtimes, functools.partial(runtime, settings, cache), names, ask, say)
 
 
 def runtime_ids(settings: Settings) -> list[str]:
-    return [f"r{number}" for number in range(1, settings.runtimes + 1)]
+    """Return the names that runtimes may have; `staccato up` begins with the first names."""
+    return [f"r{number}" for number in range(1, settings.runtimes_most + 1)]
 
 
-def _runtimes(settings: Settings, names: list[str]) -> list[Child]:
-    """Return the runtimes. The runtimes share a host cache: a file without a name, with memory allocated on use."""
+def host_cache(settings: Settings) -> int:
+    """Return the host cache that the runtimes share: a file without a name, with memory allocated on use."""
     cache = os.memfd_create("staccato-host-cache")
     os.ftruncate(cache, settings.host_cache)
-    told = environment(settings, RUNTIME_SETTINGS) | {PREFIX + "HOST_CACHE_FD": str(cache)}
-    children = []
-    for number, name in enumerate(names):
-        own = {PREFIX + "RUNTIME_ID": name} | credentials(settings, grants.runtime(name))
-        if settings.prefill:
-            own[PREFIX + "ROLE"] = "prefill" if number < settings.prefill else "decode"
-        children.append(Child(name, module_command("runtime.node"), told | own, stop_s=40, fds=(cache,)))
-    return children
+    return cache
+
+
+def runtime(settings: Settings, cache: int, name: str) -> Child:
+    own = {PREFIX + "RUNTIME_ID": name, PREFIX + "HOST_CACHE_FD": str(cache)}
+    if settings.prefill:
+        own[PREFIX + "ROLE"] = "prefill" if name in runtime_ids(settings)[: settings.prefill] else "decode"
+    told = environment(settings, RUNTIME_SETTINGS) | credentials(settings, grants.runtime(name))
+    return Child(name, module_command("runtime.node"), told | own, stop_s=40, fds=(cache,))
+
+
+def scaling_bounds(settings: Settings) -> dict[str, str]:
+    """Return the variables that have the scheduler decide on the number of runtimes, if the number is to follow."""
+    if not settings.elastic:
+        return {}
+    bounds = {"RUNTIMES_LEAST": settings.runtimes, "RUNTIMES_MOST": settings.runtimes_most}
+    return {PREFIX + name: str(bound) for name, bound in bounds.items()}
 
 
 def module_command(name: str) -> tuple[str, ...]:
@@ -348,6 +368,13 @@ def _text(value: object) -> str:
 # ── ready ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+async def attend(settings: Settings, keeper: FleetKeeper | None, started_s: float, say: Say, ready: Say) -> None:
+    """Tell when the platform is ready, and keep the number of runtimes from then on."""
+    await announce(settings, started_s, say, ready)
+    if keeper:
+        await keeper.keep()
+
+
 async def announce(settings: Settings, started_s: float, say: Say, ready: Say) -> None:
     while not await answers(settings, "/readyz"):
         await asyncio.sleep(READY_PERIOD_S)
@@ -357,13 +384,8 @@ async def announce(settings: Settings, started_s: float, say: Say, ready: Say) -
 
 
 async def answers(settings: Settings, path: str) -> bool:
-    """Whether the gateway answers 200. An HTTP client would be the largest module of this process."""
-    host = settings.url.removeprefix("http://").rpartition(":")[0].strip("[]")
+    """Whether the gateway answers 200."""
     try:
-        async with asyncio.timeout(2):
-            reader, writer = await asyncio.open_connection(host, settings.port)
-            with contextlib.closing(writer):
-                writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-                return (await reader.readline()).split(b" ")[1:2] == [b"200"]
-    except (OSError, TimeoutError):
+        return (await get(settings, path))[0] == 200
+    except OSError:
         return False

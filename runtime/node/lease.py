@@ -71,6 +71,7 @@ class LeaseKeeper:
             epoch=own.epoch,
             engine=own.engine if own.device else "",
             draining=own.draining,
+            surplus=own.surplus,
             role=own.role,
             host_cache=self._host.host_cache_id,
             receives_at=self._host.door.address,

@@ -10,7 +10,7 @@ from runtime.migration.migrate import AT_ONCE, Migrations
 from runtime.migration.peers import Peers
 from runtime.migration.transport import NotMoved
 from runtime.node.gateways import Gateways
-from runtime.node.own import OwnState
+from runtime.node.own import DrainedBy, OwnState
 from runtime.node.streams import Streams
 from store.contract import wire
 from store.contract.wire import Delta, Refusal, Role
@@ -36,7 +36,6 @@ class StreamMoves:
         self._own, self._gateways, self._streams = own, gateways, streams
         self._peers, self._migrations, self._hear_reports = peers, migrations, hear_reports
         self._term = 0  # latest term of a scheduler heard so far
-        self._held_by = 0  # term of the scheduler that ordered the drain; 0: an operator
         self.emptying: asyncio.Task[None] | None = None  # moves all streams to other runtimes
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -55,10 +54,11 @@ class StreamMoves:
         drain = wire.decode(wire.Drain, data)
         if refusal := self._late(drain.term):
             return refusal
-        if self._own.held and not self._held_by and drain.term:
+        if self._own.drained_by is DrainedBy.OPERATOR and drain.term:
             reason = f"runtime {self._own.id} drains by an operator's word"
             return wire.Reply(refusal=Refusal.DRAINING, reason=reason)
-        self._own.held, self._held_by = drain.on, drain.term
+        giver = DrainedBy.SCHEDULER if drain.term else DrainedBy.OPERATOR
+        self._own.drained_by = giver if drain.on else None
         self.empty()
         return wire.Reply()
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 from dataclasses import dataclass, field
 
 from runtime import ipc
 from store.contract import wire
 from store.contract.wire import Role
+
+
+class DrainedBy(enum.Enum):
+    """Giver of the order to drain."""
+
+    OPERATOR = "operator"
+    SCHEDULER = "scheduler"  # for want of load
 
 
 @dataclass(slots=True)
@@ -23,13 +31,18 @@ class OwnState:
     state: ipc.State = field(default_factory=ipc.State)  # last state told by the device process
     forms: dict[str, wire.KvForm] = field(default_factory=dict)  # by model with an engine built
     ending: bool = False  # the runtime drains, to end then
-    held: bool = False  # the runtime drains by order, not to end
+    drained_by: DrainedBy | None = None  # the runtime drains by order, not to end; None: no order
     lease_due: asyncio.Event = field(default_factory=asyncio.Event)  # set: the lease is renewed at once
     report_due: asyncio.Event = field(default_factory=asyncio.Event)  # set: a stream began or ended since the report
 
     @property
     def draining(self) -> bool:
-        return self.ending or self.held
+        return self.ending or self.drained_by is not None
+
+    @property
+    def surplus(self) -> bool:
+        """Whether the scheduler drained the runtime for want of load."""
+        return self.drained_by is DrainedBy.SCHEDULER
 
     def send(self, message: ipc.ToDevice) -> None:
         """Send the message to the device process, if the process is ready."""

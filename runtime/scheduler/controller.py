@@ -55,7 +55,7 @@ class LeasedFleet:
         self._leases: dict[str, wire.Lease] = {}  # last leases of the runtimes present
         self._heard_at: dict[str, float] = {}  # time of the last lease, also for runtimes that are gone
         self._specs: dict[str, wire.EngineSpec] = {}
-        self.draining: set[str] = set()  # runtimes with draining leases, and runtimes told to drain
+        self.surplus: set[str] = set()  # runtimes drained for want of load, by their leases or by an order on its way
 
     # ── told ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -95,10 +95,10 @@ class LeasedFleet:
             self.cluster.died(known)
         elif device.drains and device.there and takes_again:
             self.cluster.stays(known)
-        if lease.draining:
-            self.draining.add(id)
-        elif anew or takes_again:
-            self.draining.discard(id)
+        if lease.surplus:
+            self.surplus.add(id)
+        elif anew or takes_again or lease.draining:  # also drained by an operator, or about to end
+            self.surplus.discard(id)
         if not self.cluster.devices[known].there and not lease.draining:
             self.cluster.joined(known)
         if lease.draining and self.cluster.devices[known].there:
@@ -158,7 +158,7 @@ class LeasedFleet:
             self.cluster.died(number)
         if lease.draining:  # the runtime was told to go
             self.cluster.forgotten(number)
-        self.draining.discard(runtime)
+        self.surplus.discard(runtime)
 
     def _forget(self, runtime: str) -> None:
         """Forgets a runtime gone for good. Names may be new at each start, so old names must not pile up."""
@@ -169,6 +169,13 @@ class LeasedFleet:
 
     def settled(self, runtime: str) -> None:
         self.cluster.settled(self._numbers[runtime])
+
+    def not_drained(self, runtime: str) -> None:
+        """Note that a runtime did not obey the order to drain, and goes on taking requests."""
+        self.surplus.discard(runtime)
+        number = self._numbers.get(runtime)
+        if number is not None and self.cluster.devices[number].there and self.cluster.devices[number].drains:
+            self.cluster.stays(number)
 
     # ── asked ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -186,11 +193,11 @@ class LeasedFleet:
             case MigrateOrder(source, target, model, count):
                 return self._migrate(self._names[source], self._names[target], model, count)
             case DrainOrder(device):
-                self.draining.add(self._names[device])
+                self.surplus.add(self._names[device])
                 return [(self._names[device], wire.Drain(on=True))]
             case Join(count):
-                again = sorted(self.draining)[:count]  # draining runtimes are still present
-                self.draining.difference_update(again)
+                again = sorted(self.surplus)[:count]  # surplus runtimes are still present
+                self.surplus.difference_update(again)
                 return [(runtime, wire.Drain(on=False)) for runtime in again]
         return []
 
@@ -206,7 +213,7 @@ class LeasedFleet:
     def wish(self, holder: str, term: int) -> wire.Leader:
         """Message of the leader about its term, the number of runtimes wanted, and the runtimes no longer needed."""
         wanted = self.cluster.wanted if self.cluster.rules.band is not None else 0
-        return wire.Leader(holder=holder, term=term, wanted=wanted, draining=sorted(self.draining))
+        return wire.Leader(holder=holder, term=term, wanted=wanted, draining=sorted(self.surplus))
 
 
 class Scheduler:
@@ -299,12 +306,17 @@ class Scheduler:
         return True
 
     async def _give_orders(self) -> None:
-        for runtime, order in self._fleet.tick(time.monotonic()):
+        orders = self._fleet.tick(time.monotonic())
+        if any(isinstance(order, wire.Drain) for _, order in orders):
+            await self._lead()  # a process that starts runtimes learns the wanted number before the runtime drains
+        for runtime, order in orders if self.leads else ():
             self.orders += 1
             refusal = await self._order(runtime, wire.replace(order, term=self._term))
             log.info("scheduler.order", runtime=runtime, refusal=refusal, **_shown(order))
             if refusal and isinstance(order, wire.Migrate):
                 self._fleet.settled(runtime)
+            if refusal and isinstance(order, wire.Drain) and order.on:
+                self._fleet.not_drained(runtime)
 
     async def _order(self, runtime: str, order: wire.Migrate | wire.Drain) -> str:
         """Sends an order and returns why the runtime does not obey; "" if the runtime obeys."""

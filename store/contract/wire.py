@@ -303,7 +303,7 @@ class Leader(Message, frozen=True, kw_only=True, tag="Leader"):
     holder: str
     term: int = 0  # term of the holder's lead; 0: the holder only asks for the role: watchers hear a refused ask too
     wanted: int = 0  # runtimes that should exist; 0: the holder does not say
-    draining: list[str] = []  # runtimes no longer needed: a draining runtime takes no requests, and may end
+    draining: list[str] = []  # surplus runtimes: a draining runtime takes no requests, and may end
 
 
 class GatewayAlive(Message, frozen=True, kw_only=True, tag="GatewayAlive"):
@@ -500,6 +500,7 @@ class Lease(Message, frozen=True, kw_only=True, tag="Lease"):
     epoch: int
     engine: str
     draining: bool = False
+    surplus: bool = False  # the scheduler drained the runtime for want of load, and may ask the runtime back
     role: Role = Role.BOTH
     host_cache: str = ""  # name of the runtime's host cache: runtimes with an equal name share the cache
     receives_at: str = ""  # host:port to which sources send blocks of moving requests; empty: takes no blocks

@@ -44,7 +44,7 @@ class Fleet:
         folder: Path,
         models: int,
         *arguments: str,
-        runtimes: int = RUNTIMES,
+        runtimes: int | str = RUNTIMES,
         settings: dict[str, str] | None = None,
     ) -> Iterator[Fleet]:
         settings = {"STACCATO_DRAIN_S": "1", "STACCATO_HANG_S": "4", **(settings or {})}

@@ -73,6 +73,11 @@ def test_a_message_of_71e32b0_is_read_with_all_of_its_fields(name: str) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind) == message
 
 
+def test_a_drained_runtime_of_71e32b0_is_no_surplus_runtime() -> None:
+    lease = msgspec.msgpack.decode(bytes.fromhex(MESSAGES["Lease"]), type=wire.Lease)
+    assert lease.draining and not lease.surplus
+
+
 def test_a_message_that_lost_or_renamed_a_field_is_found() -> None:
     assert not holds({"type": "Run", "gateway": "g"}, {"type": "Run", "gateway": "g", "stream": 7})
     assert not holds([1, [2]], [1, [2, 3]]) and holds({"a": [1, 2], "b": 0}, {"a": [1]})

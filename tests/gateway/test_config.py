@@ -50,6 +50,8 @@ def test_sizes_and_folder_lists_are_read_as_people_write_them(monkeypatch: pytes
         ("STACCATO_DEVICE_MEMORY", "1MiB", "4194304"),
         ("STACCATO_HOST_CACHE", "1MiB", "16777216"),
         ("STACCATO_POLICY", "fair", "round-robin"),
+        ("STACCATO_RUNTIMES", "x", ": write a whole number"),
+        ("STACCATO_RUNTIMES_MOST", "x", ": write a whole number"),
         ("STACCATO_LOG_LEVEL", "loud", "warning"),
     ],
 )
@@ -61,6 +63,39 @@ def test_a_wrong_setting_is_named_with_its_value_and_what_is_expected(
         config.load()
     sentence = str(refused.value)
     assert sentence.startswith(f"{variable} is '{value}'") and expected in sentence and "\n" not in sentence
+
+
+def test_the_number_of_runtimes_stays_as_it_is_unless_the_most_is_above_the_least(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = config.load()
+    assert (settings.runtimes, settings.runtimes_most, settings.elastic) == (1, 1, False)
+    monkeypatch.setenv("STACCATO_RUNTIMES", "3")
+    settings = config.load()
+    assert (settings.runtimes, settings.runtimes_most, settings.elastic) == (3, 3, False)
+    monkeypatch.setenv("STACCATO_RUNTIMES_MOST", "5")
+    settings = config.load()
+    assert (settings.runtimes, settings.runtimes_most, settings.elastic) == (3, 5, True)
+    settings.check_runtimes()
+    config.load(runtimes=0, runtimes_most=0).check_runtimes()
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "sentence"),
+    [
+        ("4", "1", "STACCATO_RUNTIMES=4 is more than STACCATO_RUNTIMES_MOST=1: lower the least number"),
+        ("0", "2", "STACCATO_RUNTIMES=0 with STACCATO_RUNTIMES_MOST=2: no runtime would tell of a load"),
+    ],
+)
+def test_bounds_of_runtimes_that_can_not_be_kept_are_refused_by_up_alone(
+    monkeypatch: pytest.MonkeyPatch, least: str, most: str, sentence: str
+) -> None:
+    """A gateway without `staccato up` may share its environment with a scheduler, and starts no runtime."""
+    monkeypatch.setenv("STACCATO_RUNTIMES", least)
+    monkeypatch.setenv("STACCATO_RUNTIMES_MOST", most)
+    settings = config.load()
+    with pytest.raises(SettingsError, match=f"^{sentence}"):
+        settings.check_runtimes()
 
 
 def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

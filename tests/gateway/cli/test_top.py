@@ -69,6 +69,12 @@ def test_a_gpu_says_who_holds_it_and_what_waits() -> None:
     assert (idle["gpu"], idle["held_by"]) == ("r2", "idle")
 
 
+def test_a_gpu_drained_for_want_of_load_is_told_from_a_gpu_drained_by_an_operator() -> None:
+    gpus = [gpu("r1", "a") | {"draining": True}, gpu("r2", None) | {"draining": True, "surplus": True}]
+    shown = view(None, Sample(1.0, gpus, []))
+    assert shown.gpus and [row["held_by"] for row in shown.gpus] == ["draining", "surplus"]
+
+
 def test_deployments_are_shown_over_all_gpus_the_busiest_first() -> None:
     gpus = [gpu(id, "a", a=model("acme/poet@1", running=2, waiting=1)) for id in ("r1", "r2")]
     rows = [deployment("acme", "idle"), deployment("acme", "poet", first_token=0.99999, token=0.5)]

@@ -369,7 +369,10 @@ async def test_who_starts_runtimes_sees_how_many_there_should_be(plane: Plane) -
         "scheduler": None,
         "runtimes": 1,
         "wanted": None,
+        "serving": ["r1"],
         "draining": [],
+        "surplus": [],
+        "removable": [],
     }
     leader = wire.Leader(holder="s", term=1, wanted=3)
     await plane.bus.put(wire.LEADER, "scheduler", leader)
@@ -379,6 +382,20 @@ async def test_who_starts_runtimes_sees_how_many_there_should_be(plane: Plane) -
     assert "staccato_runtimes 1.0" in said and "staccato_runtimes_wanted 3.0" in said
     other = await plane.tenant("other")
     assert made(await other.get("/fleet"), 403)["code"] == "admin_only"
+
+
+async def test_who_ends_runtimes_sees_which_runtimes_may_go(plane: Plane) -> None:
+    """Runtimes drained by an operator, and surplus runtimes with a request, may not go."""
+    for id, requests, surplus in (("r1", 0, False), ("r2", 1, True), ("r3", 0, True)):
+        models = {"m": wire.ModelState(residency=wire.Residency.RESIDENT, waiting=requests)}
+        lease = wire.Lease(runtime=id, epoch=1, engine="e", draining=True, surplus=surplus, models=models)
+        await plane.bus.put(wire.LEASES, id, lease)
+    await soon(lambda: len(plane.fleet.leases) == 3)
+    fleet = (await plane.admin.get("/fleet")).json()
+    assert fleet["serving"] == [] and fleet["draining"] == ["r1", "r2", "r3"]
+    assert fleet["surplus"] == ["r2", "r3"] and fleet["removable"] == ["r3"]
+    gpus = (await plane.admin.get("/gpus")).json()["data"]
+    assert {gpu["id"]: gpu["surplus"] for gpu in gpus} == {"r1": False, "r2": True, "r3": True}
 
 
 async def test_an_objective_that_no_runtime_can_keep_is_a_warning_and_no_refusal(plane: Plane) -> None:

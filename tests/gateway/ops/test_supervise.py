@@ -28,7 +28,7 @@ def appends(path: Path, then: str = "time.sleep(60)") -> str:
 
 
 async def pids(path: Path, count: int) -> list[int]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(FileNotFoundError):
                 found = [int(line) for line in path.read_text().split()]
@@ -154,6 +154,67 @@ def test_a_child_is_hopeless_only_when_it_was_never_well() -> None:
         assert not never.hopeless
         never, once = never.died(lived_s=1), once.died(lived_s=1)
     assert never.hopeless and not once.hopeless
+
+
+def test_a_child_that_is_not_needed_is_hopeless_also_when_it_was_well() -> None:
+    restarts = Restarts(needed=False).died(lived_s=HEALTHY_S)
+    for _ in range(DEATHS_MOST - 1):
+        assert not restarts.hopeless
+        restarts = restarts.died(lived_s=1)
+    assert restarts.hopeless
+    assert not restarts.died(lived_s=HEALTHY_S).hopeless
+
+
+ENDS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); "
+
+
+async def test_children_of_a_tier_come_and_go_while_the_tree_is_watched(tmp_path: Path) -> None:
+    said: list[str] = []
+    lost: list[str] = []
+    tree, stop = Tree(tmp_path / "logs", said.append), asyncio.Event()
+    tier = tree.start(child("r1", ENDS + appends(tmp_path / "r1")))
+    watching = asyncio.create_task(tree.watch(stop))
+    tier.start(child("r2", ENDS + appends(tmp_path / "r2")), lambda name, error: lost.append(name))
+    (first,), _ = await pids(tmp_path / "r1", 1), await pids(tmp_path / "r2", 1)
+    tier.end("r1")
+    assert tier.ending == {"r1"}
+    tier.end("r1")
+    await soon(lambda: tier.names == {"r2"} and not tier.ending)
+    assert not alive(first) and not watching.done() and (said, lost) == ([], [])
+    tier.start(child("r1", appends(tmp_path / "r1")), lambda name, error: lost.append(name))
+    _, again = await pids(tmp_path / "r1", 2)
+    stop.set()
+    await watching
+    await tree.stop()
+    assert not alive(again) and tier.names == frozenset()
+
+
+async def test_a_child_that_comes_later_and_is_hopeless_does_not_end_the_watch(tmp_path: Path) -> None:
+    lost: dict[str, BaseException] = {}
+    tree, stop = Tree(tmp_path / "logs", lambda _: None), asyncio.Event()
+    tier = tree.start(child("r1", appends(tmp_path / "r1")))
+    watching = asyncio.create_task(tree.watch(stop))
+    tier.start(child("r2", "raise SystemExit('no device')"), lost.__setitem__)
+    tier.start(Child("r3", (str(tmp_path / "nothing"),), os.environ), lost.__setitem__)
+    await soon(lambda: lost.keys() == {"r2", "r3"})
+    assert "no device" in str(lost["r2"]) and "r3 does not start" in str(lost["r3"])
+    assert tier.names == {"r1"} and not watching.done()
+    stop.set()
+    await watching
+    await tree.stop()
+
+
+async def test_a_child_that_was_told_to_end_is_killed_by_a_second_signal_to_the_supervisor(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "logs", print)
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + appends(tmp_path / "pids")
+    tier = tree.start(child("deaf", deaf, stop_s=600))
+    (pid,) = await pids(tmp_path / "pids", 1)
+    tier.end("deaf")
+    stopping = asyncio.create_task(tree.stop())
+    tree.kill()
+    async with asyncio.timeout(60):
+        await stopping
+    assert not alive(pid)
 
 
 def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from pydantic_settings import BaseSettings
 
+from gateway.cli import serve
 from gateway.config import Settings, load
 from gateway.ops import up
 from gateway.ops.supervise import Tree
@@ -21,15 +23,21 @@ from runtime.config import RuntimeSettings, SchedulerSettings
 from store.db.ledger import LedgerSettings
 from tests.conftest import free_port
 
-# The whole of `up`, with stand-ins for the roles: a server that answers /readyz, and a program that waits.
+# The whole of `up`, with stand-ins for the roles: a server that answers /readyz and, with the text of DATA/fleet.json,
+# /api/v1/fleet, and a program that waits.
 STAND_INS = """
 import sys
 from gateway.ops import up
 READY = '''
-import http.server, os
+import http.server, os, pathlib
 class Ready(http.server.BaseHTTPRequestHandler):
-    def do_GET(self): self.send_response(200 if self.path == "/readyz" else 404); self.end_headers()
+    def do_GET(self):
+        said = b"" if self.path == "/readyz" else FLEET.read_bytes() if self.path == "/api/v1/fleet" else None
+        self.send_response(404 if said is None else 200)
+        self.end_headers()
+        self.wfile.write(said or b"")
     def log_message(self, *_): pass
+FLEET = pathlib.Path(os.environ["STACCATO_DATA"], "fleet.json")
 http.server.HTTPServer(("127.0.0.1", int(os.environ["STACCATO_PORT"])), Ready).serve_forever()
 '''
 SLEEP = "import time; time.sleep(60)"
@@ -68,7 +76,7 @@ class Platform:
 
     def end(self) -> tuple[int, str]:
         """Wait for the end. Returns the exit code and the output."""
-        _, said = self.process.communicate(timeout=20)
+        _, said = self.process.communicate(timeout=60)
         return self.process.returncode, said
 
 
@@ -120,6 +128,94 @@ def test_the_supervisor_is_light_and_idle(platform: Platform) -> None:
 def cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def runtimes(pid: int) -> list[str]:
+    """Names of the runtimes among the children of the supervisor `pid`."""
+    found = []
+    for child in children(pid):
+        with contextlib.suppress(OSError):
+            variables = (Path("/proc") / str(child) / "environ").read_text().split("\0")
+            found += [each.partition("=")[2] for each in variables if each.startswith("STACCATO_RUNTIME_ID=")]
+    return sorted(found)
+
+
+def answer_fleet(settings: Settings, wanted: int, serving: list[str], removable: list[str]) -> None:
+    """Have the stand-in of the gateway answer so from now on."""
+    said = {"wanted": wanted, "serving": serving, "draining": removable, "surplus": removable, "removable": removable}
+    (settings.data / "draft.json").write_text(json.dumps(said))
+    (settings.data / "draft.json").replace(settings.data / "fleet.json")
+
+
+def until(true: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Return when `true()` is true; fail after 60 s, or if the process ended."""
+    deadline_s = time.monotonic() + 60
+    while not true():
+        assert process.poll() is None, f"the supervisor ended with {process.returncode}"
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_the_number_of_runtimes_follows_what_the_gateway_says(settings: Settings) -> None:
+    """The gateway first gives no answer about the fleet, then wants a runtime more, then a runtime less: the first."""
+    platform = Platform(settings, "--runtimes", "1:2", environment={"STACCATO_RUNTIMES_LEAST": "7"})
+    try:
+        platform.ready()
+        process = platform.process
+        assert runtimes(process.pid) == ["r1"]
+        assert process.stderr is not None
+        assert "the number of runtimes stays as it is" in process.stderr.readline()
+        answer_fleet(settings, 2, ["r1"], [])
+        until(lambda: runtimes(process.pid) == ["r1", "r2"], process)
+        answer_fleet(settings, 1, ["r2"], ["r1"])
+        until(lambda: runtimes(process.pid) == ["r2"], process)
+        process.send_signal(signal.SIGTERM)
+        code, said = platform.end()
+    finally:
+        platform.process.kill()
+        platform.process.wait()
+    assert code == 0
+    *changes, last = said.splitlines()
+    assert changes == ["r2 starts: the load needs 2 runtimes", "r1 ends: the load needs fewer runtimes"]
+    assert last.startswith("stopping")
+
+
+def test_only_a_number_that_follows_the_load_makes_the_scheduler_decide_on_the_number(tmp_path: Path) -> None:
+    folder = {"data": tmp_path}
+    assert up.scaling_bounds(load(**folder, runtimes=2)) == {}
+    bounds = up.scaling_bounds(load(**folder, runtimes=2, runtimes_most=5))
+    assert bounds == {"STACCATO_RUNTIMES_LEAST": "2", "STACCATO_RUNTIMES_MOST": "5"}
+    assert "STACCATO_RUNTIMES_MOST" not in up.environment(load(**folder, runtimes=2), up.SCHEDULER_SETTINGS)
+    assert up.runtime_ids(load(**folder, runtimes=1, runtimes_most=3)) == ["r1", "r2", "r3"]
+
+
+def test_of_a_number_that_follows_the_load_the_first_runtimes_are_for_prompts(tmp_path: Path) -> None:
+    settings = load(data=tmp_path, runtimes=2, runtimes_most=3, prefill=1)
+    roles = [up.runtime(settings, 9, name).environment["STACCATO_ROLE"] for name in up.runtime_ids(settings)]
+    assert roles == ["prefill", "decode", "decode"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("4:1", "error: STACCATO_RUNTIMES=4 is more than STACCATO_RUNTIMES_MOST=1: lower the least number, or raise"),
+        ("0:2", "error: STACCATO_RUNTIMES=0 with STACCATO_RUNTIMES_MOST=2: no runtime would tell of a load; let at"),
+        ("1:99", "error: STACCATO_RUNTIMES_MOST is '99': write at most 64"),
+    ],
+)
+def test_a_wrong_number_of_runtimes_is_one_sentence(settings: Settings, given: str, sentence: str) -> None:
+    code, said = Platform(settings, "--runtimes", given).end()
+    assert code == 2 and said.startswith(sentence) and said.count("\n") == 1
+    assert not settings.data.exists()
+
+
+@pytest.mark.parametrize("given", ["x", "1:", ":2", "1:x", "1:2:3", "-1", "1.5"])
+def test_what_is_no_number_of_runtimes_is_refused_with_the_form_to_write(settings: Settings, given: str) -> None:
+    with pytest.raises(typer.BadParameter, match=r"write a number, as 2, or least and most, as 1:4"):
+        serve.bounds(given)
+    if given == "x":
+        code, said = Platform(settings, "--runtimes", given).end()
+        assert code == 2 and "--runtimes 'x'" in said and "1:4" in said
 
 
 def test_a_killed_nats_comes_back_on_the_same_port(platform: Platform) -> None:
@@ -236,7 +332,8 @@ def test_a_role_is_told_every_setting_that_it_shares_with_the_gateway(
     role: type[BaseSettings], told: tuple[str, ...]
 ) -> None:
     shared = role.model_fields.keys() & Settings.model_fields.keys()
-    assert shared <= {*told, "nats_credentials"}, "credentials are each role's own"
+    given_otherwise = {"nats_credentials", "runtimes_most"}  # credentials are each role's own; see `scaling_bounds`
+    assert shared <= {*told, *given_otherwise}
 
 
 def test_the_gateway_gets_every_setting_as_it_was_resolved(settings: Settings) -> None:

@@ -214,14 +214,32 @@ async def test_a_drain_can_be_called_off_and_what_an_operator_said_only_an_opera
     async def told(on: bool, term: int) -> wire.Reply:
         return await node._moves.drain(wire.encode(wire.Drain(on=on, term=term)))
 
-    assert not (await told(True, 3)).refusal and node._lease.lease().draining
+    assert not (await told(True, 3)).refusal and node._lease.lease().draining and node._lease.lease().surplus
     assert not (await told(False, 3)).refusal and not node._lease.lease().draining
+    assert not node._lease.lease().surplus
     await soon(lambda: node._moves.emptying is None or node._moves.emptying.done())
     assert not (await told(True, 0)).refusal
     refused = await told(False, 3)
     assert refused.refusal is wire.Refusal.DRAINING and "by an operator's word" in refused.reason
-    assert node._lease.lease().draining
+    assert node._lease.lease().draining and not node._lease.lease().surplus
     assert not (await told(False, 0)).refusal and not node._lease.lease().draining
+
+
+async def test_an_operator_may_take_over_a_drain_by_the_scheduler_and_may_call_that_drain_off(node: Node) -> None:
+    for on, term, draining, surplus in ((True, 3, True, True), (True, 0, True, False), (False, 0, False, False)):
+        assert not (await node._moves.drain(wire.encode(wire.Drain(on=on, term=term)))).refusal
+        lease = node._lease.lease()
+        assert (lease.draining, lease.surplus) == (draining, surplus)
+    await node._moves.drain(wire.encode(wire.Drain(on=True, term=4)))
+    await node._moves.drain(wire.encode(wire.Drain(on=False, term=0)))
+    assert not node._lease.lease().draining
+
+
+async def test_a_runtime_about_to_end_is_surplus_only_if_the_scheduler_drained_the_runtime(node: Node) -> None:
+    node._own.ending = True
+    assert (node._lease.lease().draining, node._lease.lease().surplus) == (True, False)
+    await node._moves.drain(wire.encode(wire.Drain(on=True, term=1)))
+    assert (node._lease.lease().draining, node._lease.lease().surplus) == (True, True)
 
 
 async def test_a_model_leaves_when_its_streams_have_ended_and_stays_if_it_is_wanted_again(node: Node) -> None:

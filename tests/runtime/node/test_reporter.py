@@ -10,6 +10,7 @@ from pydantic import ByteSize
 
 from runtime import ipc
 from runtime.config import RuntimeSettings
+from runtime.node.own import DrainedBy
 from runtime.node.runtime import Node
 from store.bus import Bus, ended
 from store.contract import wire
@@ -55,8 +56,8 @@ async def test_requests_that_come_and_go_are_reported_before_the_next_interval(t
 async def test_a_runtime_that_drains_says_so_though_it_is_idle(told: tuple[Node, list[Report]]) -> None:
     node, heard = told
     await soon(lambda: bool(heard))
-    node._own.held = True
+    node._own.drained_by = DrainedBy.OPERATOR
     node._moves.empty()
     await soon(lambda: heard[-1].draining)
-    node._own.held = False
+    node._own.drained_by = None
     await ended(node._moves.emptying)  # type: ignore[arg-type]

@@ -112,6 +112,12 @@ def test_who_waits_for_memory_makes_a_runtime_look_fuller() -> None:
     assert (other.used_bytes, other.queued_bytes, other.least_bytes) == (0, 0, None)
 
 
+def test_pages_kept_after_a_peak_are_no_load() -> None:
+    peak = ModelState(residency=Residency.RESIDENT, running=9, kv_pages=60, weights_pages=4)
+    after = wire.replace(peak, running=1, spare_pages=58)
+    assert (reported({"a": peak}).used_bytes, reported({"a": after}).used_bytes) == (60 * PAGE, 2 * PAGE)
+
+
 def reported(states: dict[str, ModelState]) -> Load:
     fleet = LeasedFleet(Rules())
     told(fleet, 1.0, wire.replace(lease("r1"), models=states))
@@ -150,7 +156,8 @@ class Scaled:
 
     fleet: LeasedFleet = field(default_factory=lambda: LeasedFleet(Rules(band=Band(2, 4))))
     busy: dict[str, float] = field(default_factory=dict)  # by live runtime
-    draining: set[str] = field(default_factory=set)
+    draining: set[str] = field(default_factory=set)  # by order of the scheduler
+    held: set[str] = field(default_factory=set)  # drained by an operator
     now: float = 0.0
 
     def go_on(self, seconds: int) -> list[tuple[str, wire.Migrate | wire.Drain]]:
@@ -159,7 +166,9 @@ class Scaled:
             self.now += 1.0
             for runtime, busy in self.busy.items():
                 shown = {"m": busy} if busy else {}
-                self.fleet.heard(wire.replace(lease(runtime, **shown), draining=runtime in self.draining), self.now)
+                surplus = runtime in self.draining
+                told = wire.replace(lease(runtime, **shown), draining=surplus or runtime in self.held, surplus=surplus)
+                self.fleet.heard(told, self.now)
             for runtime, order in self.fleet.tick(self.now):
                 said.append((runtime, order))
                 if isinstance(order, wire.Drain):
@@ -205,6 +214,88 @@ def test_a_runtime_that_drains_is_taken_back_before_another_is_wished_for() -> N
 def test_another_scheduler_learns_from_the_leases_who_drains() -> None:
     scaled = Scaled(busy={"r1": 0.0, "r2": 0.0, "r3": 0.0}, draining={"r3"})
     assert not scaled.go_on(30) and scaled.wish == (2, ["r3"])
+
+
+def test_a_runtime_drained_by_an_operator_is_not_asked_back_and_is_not_counted() -> None:
+    scaled = Scaled(busy={"r1": 1.2, "r2": 1.2, "r3": 0.0}, held={"r3"})
+    said = scaled.go_on(20)
+    assert not [order for runtime, order in said if runtime == "r3"]
+    assert scaled.wish == (3, []), "two runtimes that serve, and one runtime to come"
+
+
+def test_a_surplus_runtime_that_an_operator_drains_too_is_no_longer_asked_back() -> None:
+    scaled = Scaled(busy={"r1": 0.0, "r2": 0.0, "r3": 0.0})
+    ((runtime, _),) = scaled.go_on(30)
+    scaled.draining, scaled.held = set(), {runtime}
+    scaled.busy = {name: 0.0 if name == runtime else 1.2 for name in scaled.busy}
+    assert not [order for told, order in scaled.go_on(20) if told == runtime]
+    assert scaled.wish == (3, [])
+
+
+def test_a_surplus_runtime_that_was_ended_before_it_was_asked_back_is_replaced() -> None:
+    scaled = Scaled(busy={"r1": 0.0, "r2": 0.0, "r3": 0.0})
+    ((runtime, _),) = scaled.go_on(30)
+    scaled.busy = {name: 1.2 for name in scaled.busy}
+    while (runtime, wire.Drain(on=False)) not in scaled.go_on(1):
+        assert scaled.now < 100
+    del scaled.busy[runtime]  # the order came too late
+    scaled.go_on(5)
+    assert scaled.wish[0] >= 3 and not scaled.wish[1]
+
+
+def test_a_runtime_that_did_not_get_the_order_to_drain_is_told_again() -> None:
+    scaled = Scaled(busy={"r1": 0.0, "r2": 0.0, "r3": 0.0})
+    while not (said := scaled.go_on(1)):
+        assert scaled.now < 100
+    scaled.draining = set()
+    scaled.fleet.not_drained(said[0][0])
+    assert scaled.wish == (3, [])
+    assert [order for _, order in scaled.go_on(30)] == [wire.Drain(on=True)]
+
+
+async def test_the_wanted_number_is_known_before_a_runtime_drains(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a runtime that drains would look like a missing runtime to the process that starts runtimes."""
+    monkeypatch.setattr(scheduler_module, "TICK_S", 0.1)
+    wanted: list[int] = []
+
+    async def obey(data: bytes) -> wire.Reply:
+        leader, _ = await bus.read(wire.LEADER, scheduler_module.ROLE, wire.Leader)
+        wanted.append(leader.wanted if leader else 0)
+        return wire.Reply()
+
+    async with Bus.connect(nats_server.url, "s") as theirs, Bus.connect(nats_server.url, "b") as bus:
+        await bus.respond(wire.drain_subject("r2"), obey)
+        stop = asyncio.Event()
+        task = asyncio.create_task(Scheduler(theirs, Rules(band=Band(1, 2, cooldown_s=0.1)), "s").run(stop))
+        report = asyncio.create_task(_report(bus, lease("r1"), lease("r2")))
+        await soon(lambda: bool(wanted))
+        stop.set()
+        await task
+        await ended(report)
+    assert wanted[0] == 1
+
+
+async def test_a_lost_order_to_drain_is_given_again(nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "TICK_S", 0.1)
+    orders: list[wire.Drain] = []
+
+    async def refuse(data: bytes) -> wire.Reply:
+        orders.append(wire.decode(wire.Drain, data))
+        return wire.Reply(refusal=wire.Refusal.DRAINING, reason="not now")
+
+    async with Bus.connect(nats_server.url, "s") as theirs, Bus.connect(nats_server.url, "b") as bus:
+        await bus.respond(wire.drain_subject("r2"), refuse)
+        band = Band(1, 2, high_checks=1, cooldown_s=0.1)
+        stop = asyncio.Event()
+        task = asyncio.create_task(Scheduler(theirs, Rules(band=band), "s").run(stop))
+        report = asyncio.create_task(_report(bus, lease("r1"), lease("r2")))
+        await soon(lambda: len(orders) >= 2)
+        stop.set()
+        await task
+        await ended(report)
+    assert all(order.on for order in orders)
 
 
 def test_a_fleet_without_a_band_wishes_nothing() -> None:

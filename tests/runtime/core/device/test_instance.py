@@ -170,6 +170,11 @@ def test_a_request_for_a_sleeping_model_waits_until_it_is_back() -> None:
     assert one.instance.models[A].state(Held()).load_ms == 500.0
 
 
+def test_a_model_says_which_of_its_pages_no_request_needs() -> None:
+    state = world(a=2).instance.models[A].state(Held(kv=7, kv_spare=3))
+    assert (state.kv_pages, state.spare_pages) == (7, 3)
+
+
 def test_a_model_says_what_its_requests_need_of_the_devices_memory() -> None:
     one = world(a=2, kv_bytes=5)
     assert one.instance.models[A].state(Held()).least_bytes is None
