@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from runtime.core.device.request import ModelKey, Request, RequestId
 from runtime.core.fleet.cluster import Cluster
@@ -12,23 +13,29 @@ from runtime.sim.dispatch.base import Assigned, Dispatch
 from runtime.sim.dispatch.reports import Sightings
 from runtime.sim.dispatch.sight import AS_GATEWAYS_SEE, Sight
 from runtime.sim.simulation import Simulation
+from store.contract.wire import Role
 
 
 class GatewayDispatch(Dispatch):
     """Gateways that choose devices by the rule of production, each gateway by the reports that reached the gateway.
 
     The stream number of a request names the gateway. A gateway counts its own open requests, and hears of requests of
-    the remaining gateways by reports only."""
+    the remaining gateways by reports only.
 
-    def __init__(self, sight: Sight = AS_GATEWAYS_SEE) -> None:
+    `roles`: of the first devices; further devices have both roles. A device of prompts hands a request on as soon as
+    the request has its first token. The request's gateway chooses the next device, as in production the device would:
+    both know the fleet by the same reports."""
+
+    def __init__(self, sight: Sight = AS_GATEWAYS_SEE, roles: Sequence[Role] = ()) -> None:
         super().__init__()
-        self.sight = sight
+        self.sight, self._roles = sight, roles
+        self._prompts: dict[RequestId, Request] = {}  # whole requests whose prompt is at a device of prompts
         self._count = 1 if sight.exact else sight.gateways
         self._placed: dict[RequestId, int] = {}  # device of each open request
         self._there: dict[ModelKey, dict[int, int]] = {}  # open requests by model and device
 
     def attach(self, world: Simulation, devices: list[SimulatedDevice]) -> None:
-        self._sightings = Sightings(world, devices, self.sight, self._count)
+        self._sightings = Sightings(world, devices, self.sight, self._count, roles=self._roles)
 
     def arrived(self, request: Request, cluster: Cluster, now: float) -> Sequence[Assigned]:
         fleet = self._sightings.look(gateway_of(request, self._count)).fleet
@@ -37,11 +44,24 @@ class GatewayDispatch(Dispatch):
         self.refusals += refusals
         self._note_place(request, number)
         self._take(fleet, request, number)
+        if self._hands_on(number) and not request.sent and request.max_tokens > 1:
+            self._prompts[request.id] = request
+            return [Assigned(part_of(request, 1), number)]
         return [Assigned(request, number)]
 
     def ended(self, assigned: Assigned, cluster: Cluster, now: float) -> Sequence[Assigned]:
         self._give_back(self._own(assigned.request), assigned.request)
-        return ()
+        request = self._prompts.pop(assigned.request.id, None)
+        if request is None or not 0 < request.sent < request.max_tokens:
+            return ()
+        fleet = self._sightings.look(gateway_of(request, self._count)).fleet
+        number, refusals = choose_serving(fleet, request, cluster, now, decodes=True)
+        self.refusals += refusals
+        self._take(fleet, request, number)
+        return [Assigned(part_of(request, request.max_tokens), number)]
+
+    def _hands_on(self, number: int) -> bool:
+        return number < len(self._roles) and self._roles[number] is Role.PREFILL
 
     def moved(self, request: Request, number: int) -> None:
         fleet = self._own(request)
@@ -78,6 +98,13 @@ class GatewayDispatch(Dispatch):
         seen = SeenRuntime(str(number))
         seen.report = self._sightings.report(number)
         return seen.hot(request.model)
+
+
+def part_of(request: Request, max_tokens: int) -> Request:
+    """Return a part of the request that ends after `max_tokens` tokens; the parts share the request's progress."""
+    part = replace(request, max_tokens=max_tokens, handed=request.sent > 0)
+    part.progress = request.progress
+    return part
 
 
 def gateway_of(request: Request, gateways: int) -> int:

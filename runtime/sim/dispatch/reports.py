@@ -56,7 +56,8 @@ class Sightings:
         sight: period and seed of the reports.
         observers: number of dispatchers that hear the reports.
         queues: the prompts of the first devices, if these devices only compute prompts and no dispatcher is to choose
-            them for a request."""
+            them for a request.
+        roles: roles of the first devices, if dispatchers may choose the devices."""
 
     def __init__(
         self,
@@ -65,8 +66,10 @@ class Sightings:
         sight: Sight,
         observers: int,
         queues: Sequence[Queue] = (),
+        roles: Sequence[Role] = (),
     ) -> None:
         self._world, self._devices, self._sight, self._queues = world, devices, sight, queues
+        self._roles = roles
         self._observers = [Observer(max(FRESH_S, PERIODS_FRESH * sight.period_s)) for _ in range(observers)]
         self._rng = random.Random(sight.seed)
         self._known = self._seq = 0  # devices; reports
@@ -98,7 +101,7 @@ class Sightings:
     def report(self, number: int) -> Report:
         """Return a report of the device as the device is now."""
         self._seq += 1
-        role = Role.BOTH
+        role = self._roles[number] if number < len(self._roles) else Role.BOTH
         if self._queues:
             role = Role.PREFILL if number < len(self._queues) else Role.DECODE
         return device_report(self._devices[number], self._world.cluster.devices[number], self._seq, role)

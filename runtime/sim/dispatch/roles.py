@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from runtime.core.device.request import Request, RequestId
 from runtime.core.fleet.cluster import Cluster
@@ -11,7 +10,7 @@ from runtime.core.fleet.dispatch import SeenFleet
 from runtime.core.turns.groups import Prefill, Queue, choose
 from runtime.sim.device import SimulatedDevice
 from runtime.sim.dispatch.base import Assigned, Dispatch
-from runtime.sim.dispatch.gateways import choose_serving, gateway_of
+from runtime.sim.dispatch.gateways import choose_serving, gateway_of, part_of
 from runtime.sim.dispatch.reports import Sightings
 from runtime.sim.dispatch.sight import AS_GATEWAYS_SEE, Sight
 from runtime.sim.simulation import Simulation
@@ -65,7 +64,7 @@ class Roles(Dispatch):
         number = self._queue(gateway_of(request, self.sight.gateways), prefill, now)
         self._queues[number].add(prefill)
         self._waiting[request.id] = request, prefill
-        return [Assigned(_part(request, 1), number)]
+        return [Assigned(part_of(request, 1), number)]
 
     def _queue(self, gateway: int, prefill: Prefill, now: float) -> int:
         """Return the number of the queue that the gateway chooses for the prompt."""
@@ -89,7 +88,7 @@ class Roles(Dispatch):
         self._queues[assigned.device].done(prefill, now)
         if request.sent >= request.max_tokens or not request.sent:
             return ()
-        return [Assigned(_part(request, request.max_tokens), self._decode(request, assigned.device, cluster, now))]
+        return [Assigned(part_of(request, request.max_tokens), self._decode(request, assigned.device, cluster, now))]
 
     def _decode(self, request: Request, sender: int, cluster: Cluster, now: float) -> int:
         fleet = self._sightings.look(self.sight.gateways + sender).fleet
@@ -101,10 +100,3 @@ class Roles(Dispatch):
 
     def _fleet_of(self, sender: int) -> SeenFleet:
         return self._sightings.fleet(self.sight.gateways + sender)
-
-
-def _part(request: Request, max_tokens: int) -> Request:
-    """Return a part of the request that ends after `max_tokens` tokens; the parts share the request's progress."""
-    part = replace(request, max_tokens=max_tokens, handed=request.sent > 0)
-    part.progress = request.progress
-    return part

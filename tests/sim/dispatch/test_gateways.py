@@ -21,6 +21,7 @@ from runtime.sim.dispatch.gateways import GatewayDispatch
 from runtime.sim.dispatch.sight import Sight
 from runtime.sim.workload import InjectedFault, Workload, base
 from runtime.sim.world import SimulationResult, World
+from store.contract.wire import Role
 from tests.conftest import ROOT
 
 EXACT = Sight(exact=True)
@@ -50,6 +51,15 @@ def ran(
     before(world)
     world.run(120.0)
     return world
+
+
+def test_a_device_of_prompts_makes_first_tokens_alone() -> None:
+    workload, dispatch = base(4, 1, duration_s=60.0), GatewayDispatch(Sight(2), [Role.PREFILL, Role.DECODE])
+    world = World(workload, profile("h100"), Slack, dispatch, 2, Objective(), checks=True)
+    world.run(120.0)
+    assert all(request.sent == request.max_tokens for request in world.requests)
+    made = [sum(model.record.tokens for model in device.instance.models.values()) for device in world.devices]
+    assert made == [len(world.requests), sum(request.max_tokens - 1 for request in world.requests)]
 
 
 def result(world: World) -> SimulationResult:
