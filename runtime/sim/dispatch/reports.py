@@ -144,7 +144,7 @@ def device_report(device: SimulatedDevice, booked: FleetDevice, seq: int, role: 
     here: list[ModelKey] = []
     weights, kv, reload_s = 0, 0, 0.0
     for key, held in pages.held.items():
-        kv += held.kv
+        kv += held.kv - held.kv_spare
         if key in booked.work and device.instance.models[key].phase is Phase.RESIDENT:
             weights += held.weights
         if held.weights and held.weights * pages.page_bytes >= costs[key].weight_bytes:
@@ -162,7 +162,9 @@ def device_report(device: SimulatedDevice, booked: FleetDevice, seq: int, role: 
             busy = _busy(model)
         else:
             queued, busy = 0.0, costs[key].step(count, 0) / _DEFAULT.tbt_s
-        seats[key] = Seat(count, busy, (pages.of(key).kv * pages.page_bytes + queued) / kv_bytes)
+        held = pages.of(key)
+        used = (held.kv - held.kv_spare) * pages.page_bytes
+        seats[key] = Seat(count, busy, (used + queued) / kv_bytes)
         load += busy if key in here else busy + LOAD_SHARE * costs[key].load_s
     return Report(
         runtime=str(device.number),
