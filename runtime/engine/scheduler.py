@@ -210,10 +210,17 @@ class PooledScheduler(Scheduler):
         self._pause_state = PauseState.PAUSED_NEW if self._parked else PauseState.UNPAUSED
 
     def _place(self, away: Away) -> bool:
+        """Give the request blocks for its computed tokens. Returns False for want of blocks.
+
+        A request comes back only if all requests in can still make the next step; a first request always comes back."""
         request = away.request
-        wanted = self._needs(request, away.computed) + sum([self._lacks(other) for other in self.running])
-        if wanted > self.blocks.get_num_free_blocks() and self.running:
-            return False  # vLLM would at once preempt running requests for the returning request
+        inside = [*self.running, *self.kv_holding_waiting]
+        wanted = self._needs(request, away.computed) + sum(
+            [self._lacks(other, other.num_computed_tokens) for other in inside]
+        )
+        wanted += sum([self._lacks(other.request, other.computed) for other in self._arriving.values()])
+        if wanted > self.blocks.get_num_free_blocks() and (inside or self._arriving):
+            return False  # vLLM would preempt running requests for the returning request, or could step none at all
         request.num_computed_tokens = 0
         placed = self.kv_cache_manager.allocate_slots(
             request, 0, num_external_computed_tokens=away.computed, delay_cache_blocks=True
@@ -314,9 +321,9 @@ class PooledScheduler(Scheduler):
         """Blocks in all for the request's next step, and for `ahead` more tokens."""
         return self._blocks_of(min(request.num_tokens, computed + self.max_num_scheduled_tokens) + ahead)
 
-    def _lacks(self, request: Request) -> int:
-        """Blocks that a running request lacks for the next step."""
-        return self._needs(request, request.num_computed_tokens) - self._blocks_of(request.num_computed_tokens)
+    def _lacks(self, request: Request, computed: int) -> int:
+        """Blocks that a request with blocks for `computed` tokens lacks for the next step."""
+        return self._needs(request, computed) - self._blocks_of(computed)
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

@@ -18,6 +18,7 @@ from tests.e2e.conftest import MODELS, Platform
 NAMES = ("faq", "weather", "poet", "music")
 DEVICE_MEMORY = "12MiB"  # room for two of the models
 STREAMS, TOKENS = 6, 160  # streams of a model, tokens of a stream
+LONG_TOKENS = 400  # tokens of a stream that still runs when a drain reaches its node
 SAMPLES, SAMPLES_LEAST = 13, 4  # a fast machine ends the streams before the last sample
 SPLIT_MOST = 1  # samples in which a model has requests on both runtimes
 FETCHES_MOST = 12
@@ -50,10 +51,21 @@ def fetches(platform: Platform) -> int:
     return sum(model["fetches"] for gpu in gpus(platform) for model in gpu["models"].values())
 
 
-async def said(client: openai.AsyncOpenAI, model: str, number: int) -> str:
+def busiest(platform: Platform) -> str:
+    """Return the runtime with the most running requests, after a wait of up to 60 s for a first request."""
+
+    def running() -> dict[str, int]:
+        return {gpu["id"]: sum(model["running"] for model in gpu["models"].values()) for gpu in gpus(platform)}
+
+    platform.until(lambda: any(running().values()), 60)
+    counts = running()
+    return max(counts, key=lambda runtime: counts[runtime])
+
+
+async def said(client: openai.AsyncOpenAI, model: str, number: int, tokens: int = TOKENS) -> str:
     extra = {"ignore_eos": True, "top_k": 1}
     prompt = f"Stream {number} of {model}:"
-    answer = await client.completions.create(model=model, prompt=prompt, max_tokens=TOKENS, extra_body=extra)
+    answer = await client.completions.create(model=model, prompt=prompt, max_tokens=tokens, extra_body=extra)
     return answer.choices[0].text
 
 
@@ -92,11 +104,11 @@ async def test_requests_of_a_model_stay_together_and_say_what_they_say_alone(pai
 async def test_every_choice_of_gateway_and_nodes_is_made_again_by_a_replay(pair: Platform) -> None:
     asked = [(name, number) for number in range(STREAMS) for name in NAMES]
     async with pair.async_client("acme", timeout=300, max_retries=0) as client:
-        streams = asyncio.ensure_future(asyncio.gather(*(said(client, *each) for each in asked)))
-        await asyncio.sleep(0.2)  # every request is at a runtime
-        pair.post("/api/v1/gpus/r1:drain", {"on": True})  # the node chooses a runtime for each of its streams
+        streams = asyncio.ensure_future(asyncio.gather(*(said(client, *each, LONG_TOKENS) for each in asked)))
+        drained = await asyncio.to_thread(busiest, pair)
+        pair.post(f"/api/v1/gpus/{drained}:drain", {"on": True})  # the node chooses a runtime for each of its streams
         await streams
-        pair.post("/api/v1/gpus/r1:drain", {"on": False})
+        pair.post(f"/api/v1/gpus/{drained}:drain", {"on": False})
     replayed = {
         path.name: replay_choices(path)
         for path in Path(pair.settings["STACCATO_JOURNAL"]).iterdir()

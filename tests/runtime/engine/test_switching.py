@@ -26,6 +26,7 @@ PAGE = 2 << 20
 POOL_PAGES, HOST_BYTES = 9, 256 << 20
 EXAMPLES, EXAMPLES_LONG, SWITCHES = 3, 8, 130  # in total 390 switches, 1,040 in the long form
 OPEN_MOST = 6  # requests per model
+MADE = 10  # tokens until the first block of each equal request is full
 
 SHAPES: dict[str, dict[str, Any]] = {  # a KV block takes 256 to 768 KiB: a few to a page, some across two pages
     "llama": dict(architecture="llama", layers=4, heads=4, kv_heads=2),
@@ -169,6 +170,34 @@ class Run:
     def free(self) -> int:
         self.world.build.device.settle(30)
         return self.world.build.device.stats().pages_free
+
+
+def test_requests_that_come_back_together_leave_blocks_for_their_next_steps(world: World) -> None:
+    """Requests of equal length need a further block in the same step. If all came back, no request could make it."""
+    engine, size = world.engines["llama"], world.engines["llama"]._scheduler.block_size
+    awake(engine, 1)
+    count = engine._blocks.get_num_free_blocks()
+    said: dict[RequestId, list[int]] = {RequestId(f"equal {number}"): [] for number in range(count)}
+    asked = dict(prompt=[44] * (size - MADE), temperature=0, max_tokens=2 * MADE)
+    for id in said:
+        engine.add(id, request(asked, salt=id))
+
+    def step() -> int:
+        made = [output for output in engine.step() if output.tokens]
+        for output in made:
+            said[output.request] += output.tokens
+        return len(made)
+
+    while min(map(len, said.values())) <= MADE:  # all blocks are full
+        assert step()
+    for _ in range(2):
+        asleep(engine)
+        awake(engine, 1)
+        assert step(), f"{count} requests are back, and a step made no token"
+    while engine.busy():
+        assert step()
+    asleep(engine)
+    assert set(map(len, said.values())) == {2 * MADE} and len(set(map(tuple, said.values()))) == 1
 
 
 # A failing example is not made smaller: engines take seconds to build, and the seed suffices.
