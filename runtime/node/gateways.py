@@ -59,11 +59,11 @@ class Gateways(dict[str, GatewayPeer]):
     def movable(self, model: str) -> list[tuple[str, int]]:
         """Gateway id and number of every movable stream of `model`; with an empty `model`, of any model.
 
-        Streams of the lowest priority come first; of equal priority, the stream with the least patience, then the
-        shortest stream.
+        Streams of the lowest priority come first; of equal priority, the streams with the least patience. Next come
+        streams with a token, because an engine gives no stream away before the first token; then the shortest stream.
         Streams that move or were cancelled are left out."""
         found = [
-            (stream.run.priority, stream.run.patience_s, stream.run.prompt_tokens + stream.at, id, number)
+            (*_leaves_first(stream), id, number)
             for id, gateway in self.items()
             for number, stream in gateway.streams.items()
             if not stream.moving and stream.left_at is None and model in ("", stream.run.model)
@@ -113,3 +113,8 @@ class Gateways(dict[str, GatewayPeer]):
             log.warning("node.bus_not_read", error=str(error))
             return []
         return self.silent(time.monotonic())
+
+
+def _leaves_first(stream: OpenStream) -> tuple[int, float, bool, int]:
+    run = stream.run
+    return run.priority, run.patience_s, stream.at == 0, run.prompt_tokens + stream.at

@@ -26,7 +26,7 @@ from runtime.core.fleet.assignment import Placing
 from runtime.core.fleet.cluster import JOIN_S_MOST, Cluster, DrainOrder, Join, MigrateOrder, Order, Rules
 from runtime.core.fleet.headroom import headroom
 from runtime.core.fleet.rebalance import LackingModel, Load
-from runtime.core.fleet.report import kv_room_bytes
+from runtime.core.fleet.report import kv_room_bytes, needed_pages
 from runtime.core.fleet.scaling import Band
 from store.bus import LEASE_TTL_S, Bus, BusError, ended
 from store.contract import grants, wire
@@ -117,7 +117,7 @@ class LeasedFleet:
         models = lease.models.items()
         kv_bytes = kv_room_bytes(lease, {key: state.running + state.waiting for key, state in models})
         free = headroom(sum(state.high for _, state in models))
-        used = sum(state.used_pages for _, state in models)
+        used = sum(needed_pages(state) for _, state in models)
         step_bytes = sum(
             self._specs[key].kv_bytes_per_token * state.running for key, state in models if key in self._specs
         )
@@ -142,7 +142,7 @@ class LeasedFleet:
     def _lacking(self, lease: wire.Lease) -> dict[ModelKey, LackingModel]:
         found = {}
         for key, state in lease.models.items():
-            kv_bytes = state.used_pages * lease.page_bytes + state.head_bytes + state.queued_bytes
+            kv_bytes = needed_pages(state) * lease.page_bytes + state.head_bytes + state.queued_bytes
             spec = self._specs.get(key)
             if spec is not None and kv_bytes > lease.pages_total * lease.page_bytes - spec.weight_bytes:
                 found[ModelKey(key)] = LackingModel(state.running + state.waiting, kv_bytes, spec.weight_bytes)
@@ -331,7 +331,7 @@ class Scheduler:
 def _shown(order: wire.Migrate | wire.Drain) -> dict[str, object]:
     match order:
         case wire.Migrate(target=target, model=model, count=count):
-            return {"target": target, "model": model, "count": count}
+            return {"target": target, "model": model, "requests": "all" if count >= ALL else count}
         case wire.Drain(on=on):
             return {"drain": on}
 

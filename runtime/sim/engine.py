@@ -92,6 +92,10 @@ class SimulatedEngine:
             self._prompts.append(stream)
             self._prompt_tokens += stream.prompt
 
+    def parked(self, id: RequestId) -> SimulatedStream | None:
+        """The request of that id, if the request waits for room."""
+        return self._aside.get(id)
+
     def abort(self, id: RequestId) -> None:
         stream = self.streams.pop(id, None)
         if stream is not None:

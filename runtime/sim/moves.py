@@ -166,5 +166,5 @@ class Moves:
             self.world.cluster.settled(source.number)
 
 
-def _leaves_first(request: Request) -> tuple[int, float, int]:
-    return request.objective.priority, request.objective.patience_s, request.context
+def _leaves_first(request: Request) -> tuple[int, float, bool, int]:
+    return request.objective.priority, request.objective.patience_s, request.sent == 0, request.context

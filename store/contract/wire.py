@@ -436,6 +436,7 @@ class ModelState(Message, frozen=True, kw_only=True, tag="ModelState", omit_defa
     weights_pages: int = 0  # pages of the device pool, now
     kv_pages: int = 0
     spare_pages: int = 0  # part of kv_pages that holds only prefixes of ended requests: no request lacks that memory
+    wanted_pages: int = 0  # KV cache that all running requests need together for the next steps
     kv_fragmentation: float = 0.0  # in pages with used blocks: share of the bytes that no used block takes
     fetches: int = 0  # copies of the weights from the host's memory to the device
     fetch_ms: float = 0.0  # duration of the last fetch
@@ -451,11 +452,6 @@ class ModelState(Message, frozen=True, kw_only=True, tag="ModelState", omit_defa
     least_bytes: int | None = None  # KV cache of the smallest request, held or needed; None: no requests
     sequential: bool = False  # requests run alone: in a batch the model's output differs from its output alone
     ever_resident: bool = False  # absent in messages of earlier versions: readers ask `was_resident`
-
-    @property
-    def used_pages(self) -> int:
-        """Pages of the KV cache that requests use; pages with prefixes of ended requests alone do not count."""
-        return self.kv_pages - self.spare_pages
 
     @property
     def was_resident(self) -> bool:

@@ -234,6 +234,7 @@ class Model:
             weights_pages=held.weights,
             kv_pages=held.kv,
             spare_pages=held.kv_spare,
+            wanted_pages=held.kv_wanted if self.queues.running else 0,
             kv_fragmentation=round(kv_fragmentation, 3),
             fetches=self.loads.fetches,
             fetch_ms=round(self.loads.fetch_ms, 3),

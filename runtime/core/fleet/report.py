@@ -62,6 +62,19 @@ def kv_room_bytes(lease: Lease, requests: Mapping[str, int]) -> int:
     return max(1, (lease.pages_total - weights_pages) * lease.page_bytes)
 
 
+def used_pages(state: ModelState) -> int:
+    """Return the pages of the KV cache that requests use; pages with prefixes of ended requests alone do not count."""
+    return state.kv_pages - state.spare_pages
+
+
+def needed_pages(state: ModelState) -> int:
+    """Return the pages of the KV cache that the running requests of a resident model use or lack for the next steps.
+
+    Of a model that is not resident, only pages used count."""
+    used = used_pages(state)
+    return max(used, state.wanted_pages) if state.residency is Residency.RESIDENT else used
+
+
 def _here(key: str, state: ModelState, page_bytes: int, costs: Mapping[ModelKey, ModelCosts]) -> bool:
     """Return whether all weights are on the device or coming in. Weights of a parked model may still all be there."""
     if state.residency in (Residency.RESIDENT, Residency.LOADING):
@@ -72,4 +85,4 @@ def _here(key: str, state: ModelState, page_bytes: int, costs: Mapping[ModelKey,
 
 def _kv_bytes(state: ModelState, page_bytes: int) -> int:
     """Return the memory for keys and values that the model's requests have or wait for."""
-    return state.used_pages * page_bytes + state.head_bytes + state.queued_bytes
+    return used_pages(state) * page_bytes + state.head_bytes + state.queued_bytes

@@ -235,7 +235,7 @@ class PacedEngine:
         return Departure([0] * made, computed, blocks, b"") if self.copied(request) else None
 
     def _leave(self, request: RequestId) -> None:
-        stream = self._engine.streams.get(request)
+        stream = self._engine.streams.get(request) or self._engine.parked(request)
         if stream is None or stream.prompt:
             raise EngineError("the request has no room, or has made no token yet: move the request later")
         _, output = msgspec.msgpack.decode(self._payloads[request], type=tuple[int, int])

@@ -63,9 +63,12 @@ def test_of_a_model_that_needs_more_memory_than_a_device_has_some_requests_move(
     alone = wire.replace(full, head_bytes=PAGE, queued_bytes=3 * PAGE)
     ((source, order),) = told(fleet, 1.0, wire.replace(lease("r1"), models={"a": alone}), lease("r2"))
     assert (source, order.target, order.model, order.count) == ("r1", "r2", "a", 3)
+    grown = wire.replace(full, running=12, waiting=0, wanted_pages=60)
+    ((_, order),) = told(fleet, 5.0, wire.replace(lease("r1", epoch=3), models={"a": grown}), lease("r2", epoch=3))
+    assert (order.model, order.count) == ("a", 3), "requests that grew lack memory as well"
     half = wire.replace(alone, kv_pages=27, running=4, waiting=2)
-    shared = wire.replace(lease("r1", epoch=2), models={"a": half, "b": half})
-    assert not any(order.count < ALL for _, order in told(fleet, 9.0, shared, lease("r2", epoch=2)))
+    shared = wire.replace(lease("r1", epoch=4), models={"a": half, "b": half})
+    assert not any(order.count < ALL for _, order in told(fleet, 9.0, shared, lease("r2", epoch=4)))
 
 
 def test_a_balanced_fleet_is_left_alone() -> None:

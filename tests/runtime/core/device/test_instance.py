@@ -136,7 +136,7 @@ def test_a_placed_model_is_built_fetched_and_checked_once_to_prove_that_it_can_s
     assert (state.residency, state.weights_pages, state.kv_pages) == (Residency.RESIDENT, 2, 1)
     assert (state.load_ms, state.fetch_ms, state.fetches) == (2500.0, 500.0, 1)
     cached = new.instance.models[A].state(Held(weights=2, kv=5, kv_spare=4))
-    assert (cached.spare_pages, cached.used_pages) == (4, 1)
+    assert (cached.kv_pages, cached.spare_pages, cached.wanted_pages) == (5, 4, 0)
 
 
 def test_the_first_fetch_brings_the_pages_that_the_check_needs() -> None:
