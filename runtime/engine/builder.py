@@ -8,6 +8,7 @@ import os
 import traceback
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
-from vllm.v1.sample import sampler
+from vllm.v1.sample import logits_processor, sampler
 from vllm.v1.sample.ops import logprobs
 
 from runtime.core.engine import EngineError, Hold, Told
@@ -47,6 +48,12 @@ from store.files import artefact
 # vLLM inspects a new architecture in a separate process, taking seconds, lest CUDA begin too early in the caller. Here
 # CUDA may begin: this process builds the model next. vLLM keeps the findings for the gateway's front.
 registry._run_in_subprocess = lambda fn: fn()
+# For each engine, vLLM registers its kernels for CPUs again, by a search of every module of the process, and looks for
+# plug-ins in the files of every installed package. Meanwhile no model of the device steps. Once in a process suffices.
+current_platform.register_triton_kernel_overrides = cache(  # type: ignore[method-assign]
+    current_platform.register_triton_kernel_overrides
+)
+vars(logits_processor)["_load_logitsprocs_plugins"] = cache(logits_processor._load_logitsprocs_plugins)
 # Code compiled at first use keeps all requests on the device waiting: 3.5 s at the first request for logprobs.
 vars(sampler)["batched_count_greater_than"] = inspect.unwrap(logprobs.batched_count_greater_than)
 

@@ -359,7 +359,7 @@ class Instance:
         assert self.turn is not None and self.turn.holder == model.key, f"{model.key} stepped out of turn"
         self.turn.steps += steps
         self.turn.left -= steps
-        model.observe(len(stepped.outputs), stepped.step_s)
+        model.observe(stepped.outputs, stepped.step_s)
         model.used_at, model.loads.came_at, model.demand.fresh = now, -_NEVER, False
         if stepped.held != self.pages.of(model.key):
             self.pages.settle(model.key, stepped.held)
@@ -375,7 +375,7 @@ class Instance:
                 if not request.computed:
                     request.computed = True
                     model.queues.prompts -= 1
-                progress.deliver(began, made, step_s)
+                progress.deliver(began, made, step_s if made == steps else steps * step_s / made)
                 model.queues.context += made
                 model.record.tokens += made
             if output.finish is not None:

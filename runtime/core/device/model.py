@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -9,7 +10,7 @@ from runtime.core.device.deadlines import Deadlines
 from runtime.core.device.queues import Queues
 from runtime.core.device.record import LoadRecord, ModelFailures, PageDemand, TurnRecord
 from runtime.core.device.request import ModelKey
-from runtime.core.engine import Held
+from runtime.core.engine import Held, Output
 from runtime.core.ledgers.estimate import CostEstimate
 from runtime.core.ledgers.fair_share import FairShares
 from store.contract.wire import EngineSpec, ModelState, Residency
@@ -126,15 +127,19 @@ class Model:
     def _wake_at(self) -> float:
         return self.used_at + WAKE_S if self.wish is Wish.AWAKE else _NEVER
 
-    def observe(self, outputs: int, step_s: float) -> None:
-        """Correct the cost estimates by the duration of a step with `outputs` outputs."""
+    def observe(self, outputs: Sequence[Output], step_s: float) -> None:
+        """Correct the cost estimates by the outputs and the duration of a step."""
         queues = self.queues
         running = queues.running
         if not queues.prompts:
             self.costs.observe_step(len(running), queues.context, step_s)
-        elif outputs == len(running):  # the step computed every prompt completely
-            prompts = [request.to_compute for request in running.values() if not request.computed]
-            self.costs.observe_prefill(prompts, len(running) - len(prompts), queues.context - sum(prompts), step_s)
+        elif len(outputs) == len(running):  # the step computed every prompt completely
+            cached = {output.request: output.cached_tokens for output in outputs}
+            prompts = [
+                (request.to_compute, cached.get(id, 0)) for id, request in running.items() if not request.computed
+            ]
+            context = queues.context - sum([tokens for tokens, _ in prompts])
+            self.costs.observe_prefill(prompts, len(running) - len(prompts), context, step_s)
 
     # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -60,13 +60,18 @@ class CostEstimate:
     def observe_step(self, requests: int, context: int, took_s: float) -> None:
         self._step.observe(self._times.step(requests, context), took_s)
 
-    def observe_prefill(self, prompts: Sequence[int], requests: int, context: int, took_s: float) -> None:
+    def observe_prefill(self, prompts: Sequence[tuple[int, int]], requests: int, context: int, took_s: float) -> None:
         """Learns from a step with prompts.
 
-        `prompts`: tokens of each prompt; `requests` decoding requests with `context` tokens together got a token beside
-        the prompts."""
+        Args:
+            prompts: tokens of each prompt, and how many of these were in the prefix cache.
+            requests: decoding requests that got a token beside the prompts.
+            context: tokens of the decoding requests together.
+            took_s: duration of the step, in seconds."""
         beside_s = self.step(requests, context) - self.step(0, 0)
-        said_s = self._times.prefill(sum(prompts), sum([tokens * tokens for tokens in prompts]))
+        computed = sum([tokens - cached for tokens, cached in prompts])
+        squares = sum([tokens * tokens - cached * cached for tokens, cached in prompts])
+        said_s = self._times.prefill(computed, squares)
         self._prefill.observe(said_s, took_s - beside_s)
 
     def observe_load(self, loaded_bytes: int, took_s: float) -> None:

@@ -217,6 +217,24 @@ def test_closing_one_engine_leaves_the_others_as_they_were(
     build.close()
 
 
+def test_only_the_first_engine_of_a_process_searches_modules_and_packages(
+    engines: dict[str, Engine], random_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib import metadata
+
+    from vllm.triton_utils import dispatcher
+
+    from runtime.engine.builder import Builder
+
+    searches: list[Any] = []
+    monkeypatch.setattr(dispatcher, "_rebind_kernels", searches.append)
+    monkeypatch.setattr(metadata, "entry_points", lambda **group: searches.append(group) or [])
+    build = Builder(POOL_BYTES, HOST_BYTES)
+    build(spec(random_models["llama"])).close()
+    build.close()
+    assert engines and not searches
+
+
 def test_a_model_that_cannot_be_built_says_why(tmp_path: Path) -> None:
     from runtime.engine.builder import Builder
 

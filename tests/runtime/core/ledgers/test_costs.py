@@ -167,6 +167,18 @@ def test_a_model_is_named_by_its_folder_and_has_as_many_parameters_as_its_bytes_
 # ── estimates ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@given(costs, st.integers(1, 4096), st.integers(0, 4096))
+def test_a_prompt_found_in_the_prefix_cache_does_not_make_prefill_look_cheap(
+    said: ModelCosts, computed: int, cached: int
+) -> None:
+    """A step takes the time that the model says for the computed tokens: the estimates stay as the model says."""
+    estimate, tokens = CostEstimate(said), computed + cached
+    took_s = StepTimes(said).prefill(computed, tokens * tokens - cached * cached)
+    for _ in range(20):
+        estimate.observe_prefill([(tokens, cached)], 0, 0, took_s)
+    assert estimate.prefill(tokens) == pytest.approx(CostEstimate(said).prefill(tokens), rel=1e-6)
+
+
 @given(costs, st.lists(st.tuples(counts, counts, counts, seconds), max_size=60))
 def test_whatever_is_observed_estimates_stay_finite_and_not_negative(
     said: ModelCosts, seen: list[tuple[int, int, int, float]]
@@ -174,7 +186,7 @@ def test_whatever_is_observed_estimates_stay_finite_and_not_negative(
     estimate = CostEstimate(said)
     for tokens, requests, context, took_s in seen:
         estimate.observe_step(requests, context, took_s)
-        estimate.observe_prefill([tokens], requests, context, took_s)
+        estimate.observe_prefill([(tokens, tokens // 2)], requests, context, took_s)
         estimate.observe_load(tokens, took_s)
         for s in (
             estimate.step(requests, context),
@@ -205,7 +217,7 @@ def test_an_estimate_converges_to_a_machine_some_times_slower(slower: float, wor
         decode_s = slower * said.step(requests, context)
         estimate.observe_step(requests, context, decode_s)
         beside_s = slower * (said.step(requests, context) - said.step(0, 0))
-        estimate.observe_prefill([tokens], requests, context, slower * said.prefill(tokens) + beside_s)
+        estimate.observe_prefill([(tokens, 0)], requests, context, slower * said.prefill(tokens) + beside_s)
         estimate.observe_load(tokens * 10**5, slower * said.load(tokens * 10**5))
     assert estimate.step(7, 777) == pytest.approx(slower * said.step(7, 777), rel=0.01)
     assert estimate.load(10**8) == pytest.approx(slower * said.load(10**8), rel=0.01)
@@ -241,7 +253,7 @@ def test_a_prefill_is_told_apart_from_the_decodes_of_its_step() -> None:
     estimate = CostEstimate(said)
     beside_s = said.step(64, 10**6) - said.step(0, 0)
     for _ in range(100):
-        estimate.observe_prefill([16], 64, 10**6, said.prefill(16) + beside_s)
+        estimate.observe_prefill([(16, 0)], 64, 10**6, said.prefill(16) + beside_s)
     assert estimate.prefill(16) == pytest.approx(said.prefill(16))
 
 
@@ -252,7 +264,7 @@ def test_prompts_of_one_step_pay_attention_to_themselves_only() -> None:
     took_s = said.prefill_s + 8 * 500 * 1e-4 + attention_s
     assert times.prefill(8 * 500, 8 * 500**2) == pytest.approx(took_s) and said.prefill(8 * 500) > 2 * took_s
     for _ in range(100):
-        estimate.observe_prefill([500] * 8, 0, 0, took_s)
+        estimate.observe_prefill([(500, 0)] * 8, 0, 0, took_s)
     assert estimate.prefill(500) == pytest.approx(said.prefill(500))
 
 
