@@ -199,7 +199,7 @@ class Builder:
             spec,
             load_format,
             kv_cache_memory_bytes=self.pages_total * self.page_bytes,
-            disable_hybrid_kv_cache_manager=True,  # layers with a window keep all keys: one shape of KV cache a model
+            prefix_cache_retention_interval=None,  # blocks behind a window serve shared prompts until taken again
             worker_cls="runtime.engine.worker.PooledWorker",
             scheduler_cls=MovingScheduler,
             tensor_parallel_size=ranks.size(),

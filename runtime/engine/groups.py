@@ -222,3 +222,25 @@ def together(config: KVCacheConfig) -> int:
         used[number] += page_bytes * len(tensor.layers)
     assert max(used) <= size, f"a block of {size} bytes is too small for layers of {max(used)} bytes"
     return size
+
+
+def latent(config: KVCacheConfig) -> bool:
+    """Whether every layer keeps latent vectors: kernels of such layers for CPUs take pages without gaps alone."""
+    specs = [spec for group in config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    return all(isinstance(spec, MLAAttentionSpec) for spec in specs)
+
+
+def without_gaps(config: KVCacheConfig) -> int:
+    """Change a plan made by `together` so that the pages of a layer have no gaps. Returns the pages of a block.
+
+    No byte moves. Each layer is shown all pages of the region from the layer's first page on, and finds its page of
+    block b at number b × the pages of a block. Raises EngineError if pages have several sizes."""
+    block_bytes, blocks = config.kv_cache_tensors[0].block_stride, config.num_blocks
+    pages = {tensor.layer_stride for tensor in config.kv_cache_tensors}
+    page_bytes = min(pages)
+    if len(pages) > 1 or block_bytes % page_bytes:
+        raise EngineError(f"layers keep pages of {sorted(pages)} bytes in a block of {block_bytes}: one size is served")
+    for tensor in config.kv_cache_tensors:
+        tensor.block_stride = page_bytes
+    config.num_blocks = (blocks - 1) * (block_bytes // page_bytes) + 1
+    return block_bytes // page_bytes

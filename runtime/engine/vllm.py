@@ -21,9 +21,10 @@ from pydantic import ValidationError
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.worker.utils import clear_layer_kv_caches
+from vllm.v1.worker.utils import AttentionGroup, clear_layer_kv_caches
 
 from runtime.core.device.request import RequestId
 from runtime.core.engine import AHEAD, BadRequest, EngineError, Held, Output
@@ -60,7 +61,7 @@ class VllmEngine:
         self._scheduler.take_over(kv, images)
         self._blocks = self._scheduler.blocks
         self._golden = Golden([], [])
-        self._golden_blocks = -(-(golden.PROMPT + golden.TOKENS) // self._scheduler.block_size)
+        self._golden_blocks = self._scheduler.groups.admission(golden.PROMPT + golden.TOKENS)
         self.sequential = False
         self._activations = self._questions = 0
         self._parked = True  # or about to be parked: the engine's blocks are given back
@@ -68,10 +69,10 @@ class VllmEngine:
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder(size_threshold=INLINE_MOST)
         self.weights_pages = self.weights.pages
-        longest = -(-core.vllm_config.model_config.max_model_len // self._scheduler.block_size)
-        self.kv_pages_least = kv.pages_for(1 + longest)
+        self.kv_pages_least = kv.pages_for(1 + self._scheduler.groups.most)
         self.owners = home.reservation.owner, kv.reservation.owner
-        self.kv_form = KvForm(self._scheduler.block_size, kv.block_bytes, _layout(core))
+        tables = self._scheduler.groups
+        self.kv_form = KvForm(tables.block_tokens, kv.block_bytes, _layout(core), len(tables.groups))
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -159,7 +160,7 @@ class VllmEngine:
 
     def _kept(self, admitted: bool) -> int:
         """Blocks that an arriving request must leave free: none if `admitted`, else blocks for a check and a step."""
-        return 0 if admitted else max(self._golden_blocks, self._scheduler.running_now)
+        return 0 if admitted else max(self._golden_blocks, self._scheduler.next_blocks)
 
     def copied(self, request: RequestId) -> bool:
         return self._scheduler.copied(request)
@@ -440,12 +441,20 @@ class VllmEngine:
 
 
 def _layout(core: EngineCore) -> str:
-    """Layout of keys and values in a block, as text: kernels for CPUs order a block to suit their instructions."""
+    """Layout of a block, as text: the groups, and for each group the kernels, which order a block to suit the
+    instructions of the processor, and the types of numbers."""
     assert isinstance(core.scheduler, MovingScheduler)
-    group = core.model_executor.driver_worker.worker.model_runner.attn_groups[0][0]
-    kernels = group.backend.get_name(), getattr(group.get_metadata_builder(), "isa", "")
     order = core.scheduler.kv_cache_config.kv_cache_layout or ""
-    return " ".join(filter(None, (*kernels, order, str(group.kv_cache_spec.dtype).removeprefix("torch."))))
+    parts = [part for groups in core.model_executor.driver_worker.worker.model_runner.attn_groups for part in groups]
+    kernels = dict.fromkeys(_kernels(part) for part in parts)
+    return "; ".join(filter(None, (*kernels, order, str(core.scheduler.groups))))
+
+
+def _kernels(part: AttentionGroup) -> str:
+    spec = part.kv_cache_spec
+    types = spec.dtypes if isinstance(spec, MambaSpec) else (getattr(spec, "dtype", ""),)
+    isa = getattr(part.get_metadata_builder(), "isa", "")
+    return " ".join(filter(None, (part.backend.get_name(), isa, *(str(t).removeprefix("torch.") for t in types))))
 
 
 def clean_up_after(error: BaseException, clean_up: Callable[[], object]) -> None:

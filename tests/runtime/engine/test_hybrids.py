@@ -1,0 +1,152 @@
+"""Models with several kinds of KV cache make on Staccato's engines the tokens of bare vLLM, whatever is parked when.
+
+Requests are parked every few steps, in prefill and in decode. While the requests are away, every free page of the
+device is overwritten, so a block that was not brought back shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from runtime.core.device.request import RequestId
+from runtime.core.engine import Output
+from runtime.engine.vllm import VllmEngine
+from runtime.memory.native import DevicePool
+from tests.runtime.bare import Tokens, ask_bare_vllm
+from tests.runtime.engines import asleep, awake, payload, spec, tokens, until
+from tests.runtime.hybrids import HYBRIDS, ROUNDED, dtype, settings, write_hybrid
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
+POOL_BYTES, HOST_BYTES = 128 << 20, 512 << 20
+MOST, PARKED_EVERY = 40, 4  # tokens of an answer; steps
+JUNK = 0x41  # of each byte of pages that a parked request left
+WORDS = random.Random(3)
+PROMPTS = [[WORDS.randrange(3, 500) for _ in range(length)] for length in (5, 70, 200, 333)]
+models = pytest.mark.parametrize("name", HYBRIDS)
+
+
+class World:
+    """Engines of each model over two pools and one host cache, as in two runtimes of a host."""
+
+    def __init__(self, folder: Path) -> None:
+        from runtime.engine.builder import Builder
+
+        self.builds = [Builder(POOL_BYTES, HOST_BYTES)]
+        self.builds.append(Builder(POOL_BYTES, HOST_BYTES, self.builds[0].images.fd))
+        self.folders = {name: write_hybrid(folder / name, name) for name in HYBRIDS}
+        dtypes = {name: dtype(name) for name in HYBRIDS}
+        self.said: Tokens = ask_bare_vllm(
+            self.folders, dtypes, PROMPTS, MOST, {name: settings(name) for name in HYBRIDS}
+        )
+        self.engines: dict[tuple[str, int], VllmEngine] = {}
+
+    def engine(self, name: str, runtime: int = 0) -> VllmEngine:
+        if (name, runtime) not in self.engines:
+            asked = msgspec.structs.replace(spec(self.folders[name]), dtype=dtype(name))
+            self.engines[name, runtime] = self.builds[runtime].build(asked, **settings(name))
+        return self.engines[name, runtime]
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+        for build in reversed(self.builds):
+            assert build.pages_used() == 0
+            build.close()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("hybrids"))
+    yield world
+    world.close()
+
+
+def scribble(device: DevicePool) -> None:
+    """Overwrite every free page of the device."""
+    device.settle(30)
+    size = device.stats().pages_free * device.page_bytes
+    reservation = device.reserve(size)
+    reservation.map(0, size, 30)
+    reservation.view(0, size)[:] = bytes([JUNK]) * size
+    reservation.unmap(0, size)
+    reservation.release()
+    device.settle(30)
+
+
+def question(number: int) -> bytes:
+    return payload(PROMPTS[number], f"salt {number}", temperature=0, max_tokens=MOST, ignore_eos=True)
+
+
+def answers(engine: VllmEngine, numbers: list[int], parked_every: int = 0) -> list[list[int]]:
+    """Tokens for the prompts `numbers` in one batch. The engine is parked every `parked_every` steps (0: never)."""
+    made: dict[str, list[int]] = {str(number): [] for number in numbers}
+    engine._scheduler.reset_prefix_cache()
+    for number in numbers:
+        engine.add(RequestId(str(number)), question(number))
+    steps = 0
+    while engine.busy():
+        for output in engine.step():
+            made[output.request] += output.tokens
+        engine.grow(max(0, engine.held().kv_wanted - engine.held().kv))
+        steps += 1
+        if parked_every and steps % parked_every == 0:
+            asleep(engine)
+            scribble(engine.kv.reservation.device)
+            awake(engine, engine.held().kv_wanted)
+    return list(made.values())
+
+
+def batches(name: str) -> list[list[int]]:
+    """Prompts asked together: in 16 bits, rounding makes answers depend on the batch."""
+    numbers = list(range(len(PROMPTS)))
+    return [[number] for number in numbers] if name in ROUNDED else [numbers]
+
+
+@models
+def test_a_model_says_what_bare_vllm_says_however_often_it_is_parked(world: World, name: str) -> None:
+    engine = world.engine(name)
+    awake(engine, 8)
+    assert engine.check() is None
+    for numbers in batches(name):
+        expected = [world.said[name][number] for number in numbers]
+        assert answers(engine, numbers) == expected
+        assert answers(engine, numbers, PARKED_EVERY) == expected, "parked in mid-answer"
+    asleep(engine)
+    assert engine._scheduler.recomputed == 0 and engine._scheduler._slabs.taken == 0
+    assert world.builds[0].pages_used() == 0
+    assert all(len(set(said)) > 5 for said in world.said[name]), "an answer that repeats itself proves nothing"
+
+
+@models
+def test_a_request_goes_on_at_another_runtime(world: World, name: str) -> None:
+    source, target = world.engine(name), world.engine(name, runtime=1)
+    awake(source, 8)
+    awake(target, 8)
+    assert source.kv_form == target.kv_form
+    id, made, staged = RequestId("moving"), list[Output](), list[int]()
+    source.add(id, question(3))
+    while len(made) < MOST // 2:
+        made += source.step()
+        source.grow(max(0, source.held().kv_wanted - source.held().kv))
+        if made and (more := source.copy(id, len(staged))):
+            staged += more
+    assert target.prepare(id, question(3), len(PROMPTS[3]) + MOST)
+    until(lambda: source.copied(id))
+    assert target.copy(id, 0, staged) is not None
+    while (departure := source.commit(id)) is None:
+        pass
+    assert departure.host[: len(staged)] == staged
+    assert target.copy(id, len(staged), departure.host[len(staged) :]) is not None
+    target.commit(id, departure)
+    until(lambda: target.copied(id))
+    source.abort([id])
+    while target.busy():
+        made += target.step()
+    assert tokens(made) == world.said[name][3]
+    asleep(source)
+    asleep(target)
