@@ -99,7 +99,7 @@ class PooledRunner(CPUModelRunner):
             sampling_params=sampling,
             pooling_params=None,
             generator=generator,
-            block_ids=([],),  # the scheduler sends block ids when the request runs
+            block_ids=tuple([] for _ in self.kv_cache_config.kv_cache_groups),  # sent when the request runs
             num_computed_tokens=0,
             output_token_ids=made,
             lora_request=request.lora_request,

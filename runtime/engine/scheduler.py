@@ -17,7 +17,7 @@ request recomputed, as in vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -232,11 +232,11 @@ class PooledScheduler(Scheduler):
         wanted += sum([self._lacks(other.request, other.computed) for other in self._arriving.values()])
         if wanted > self.blocks.get_num_free_blocks() and (inside or self._arriving):
             return False  # vLLM would preempt running requests for the returning request, or could step none at all
-        request.num_computed_tokens = 0
         return self._allocate(request, away.computed)
 
     def _allocate(self, request: Request, computed: int) -> bool:
         """Give the request the blocks that matter once `computed` tokens are computed. False for want of blocks."""
+        request.num_computed_tokens = 0
         placed = self.kv_cache_manager.allocate_slots(
             request, 0, num_external_computed_tokens=computed, delay_cache_blocks=True
         )
@@ -363,6 +363,27 @@ class PooledScheduler(Scheduler):
                 self.kv_holding_waiting.add_request(request)
             for request in waiting:
                 self.waiting.add_request(request)
+
+    def change_blocks(self, copy: Callable[[list[int], list[int]], None]) -> None:
+        """Give every running request other blocks, as if the request had been parked.
+
+        `copy` is called with the old and the new blocks of each request, and must copy what lies in the old blocks.
+        Does nothing for a request if too few blocks are free."""
+        for request in self.running:
+            away = Away(request, request.num_computed_tokens, [])
+            old = self._device_blocks(away)
+            if len(old) > self.blocks.get_num_free_blocks():
+                continue
+            pinned = [self.blocks.blocks[block] for block in old]
+            self.blocks.touch(pinned)  # else the request might get its old blocks again
+            self.kv_cache_manager.free(request)
+            self._strike_off(request)
+            placed = self._allocate(request, away.computed)
+            assert placed, f"{request.request_id} has lost its blocks"
+            copy(old, self._device_blocks(away))
+            self.blocks.free_blocks(pinned)
+            self._go_on(away)
+        self.running = [request for request in self.running if request.status == RequestStatus.RUNNING]
 
     def wait_all_out(self) -> None:
         if self._leaving is not None:

@@ -32,7 +32,7 @@ from runtime.engine import golden, ranks
 from runtime.engine.golden import Golden
 from runtime.engine.grammars import GrammarReader
 from runtime.engine.moving import MovingScheduler
-from runtime.engine.worker import Home
+from runtime.engine.worker import Home, as_tensor
 from runtime.memory.images import Image, ImageKey, Images
 from runtime.memory.kv import KvRegion
 from runtime.memory.lent import lend, take_back
@@ -45,6 +45,7 @@ log = structlog.get_logger()
 
 INLINE_MOST = 1 << 62  # bytes: arrays always lie inside the single buffer sent to the gateway
 GOLDEN_ID = "staccato-golden"
+JUNK = 0x41  # the value of every byte of blocks without an owner, in a test of a new model: a finite number
 CHAIN_LINK_MOST = 400  # characters of each error in the log
 
 
@@ -323,8 +324,8 @@ class VllmEngine:
         """Ask the model as vLLM built the model, move the model's tensors, and ask again, all in lent memory.
 
         Returns the answers, and whether requests must run one at a time because the model answers otherwise in a batch.
-        Raises EngineError with both answers if the model answers otherwise after the move of the tensors, and the
-        errors of `golden.watching_attention`."""
+        Raises EngineError with both answers if the model answers otherwise after the move of the tensors, or when the
+        blocks of the question change, and the errors of `golden.watching_attention`."""
         with self._lent():
             with golden.watching_attention(self._core.vllm_config.compilation_config.static_forward_context.values()):
                 built = Golden(*self._say_both())
@@ -337,6 +338,12 @@ class VllmEngine:
                     "model reads memory that it gave back"
                 )
             self.home.forget_old()
+            elsewhere = self._say_elsewhere()
+            if not ranks.all_say(lambda: elsewhere == built.first):
+                raise EngineError(
+                    f"the model says {elsewhere} once its KV cache lies in other blocks, and {built.first} otherwise: "
+                    "part of a request's state is kept outside the blocks, and would be lost when the request is parked"
+                )
             return built, not ranks.all_say(self._agrees_with_itself)
 
     @contextmanager
@@ -366,6 +373,21 @@ class VllmEngine:
     def _say(self) -> list[int]:
         (said,) = golden.ask(self._core, [self._question_id()])
         return said.tokens
+
+    def _say_elsewhere(self) -> list[int]:
+        """The model's answer if the request's blocks change in mid-answer, and all other blocks are overwritten."""
+        (said,) = golden.ask(
+            self._core, [self._question_id()], interrupt=partial(self._scheduler.change_blocks, self._copy_lent)
+        )
+        return said.tokens
+
+    def _copy_lent(self, old: list[int], new: list[int]) -> None:
+        """Copy blocks within lent memory, and overwrite every lent block but the new blocks and the null block."""
+        lent = as_tensor(self.kv.reservation, 0, self._blocks.num_gpu_blocks * self.kv.block_bytes)
+        blocks = lent.view(self._blocks.num_gpu_blocks, self.kv.block_bytes)
+        kept = blocks[old].clone()
+        blocks[1:].fill_(JUNK)
+        blocks[new] = kept
 
     def _question_id(self) -> str:
         """A new request id for each question: with an earlier question's id, a question would find cached prefixes."""

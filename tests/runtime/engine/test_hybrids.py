@@ -12,10 +12,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from runtime.core.device.request import RequestId
-from runtime.core.engine import Output
+from runtime.core.engine import EngineError, Output
 from runtime.engine.vllm import VllmEngine
+from runtime.engine.worker import PooledWorker
 from runtime.memory.native import DevicePool
 from tests.runtime.bare import Tokens, ask_bare_vllm
 from tests.runtime.engines import asleep, awake, payload, spec, tokens, until
@@ -150,3 +154,31 @@ def test_a_request_goes_on_at_another_runtime(world: World, name: str) -> None:
     assert tokens(made) == world.said[name][3]
     asleep(source)
     asleep(target)
+
+
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if name not in ROUNDED])
+def test_a_request_of_a_dead_runtime_goes_on(world: World, name: str) -> None:
+    engine, said = world.engine(name), world.said[name][2]
+    awake(engine, 32)
+    engine._scheduler.reset_prefix_cache()
+    engine.add(RequestId("begun"), question(2), said[: MOST // 2])
+    made = [token for _ in iter(engine.busy, False) for output in engine.step() for token in output.tokens]
+    asleep(engine)
+    assert said[: MOST // 2] + made == said
+
+
+def test_a_model_with_state_outside_the_blocks_is_refused(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = PooledWorker.initialize_from_config
+
+    def begin_with_a_cache_of_its_own(worker: PooledWorker, config: KVCacheConfig) -> None:
+        begin(worker, config)
+        layers = worker.vllm_config.compilation_config.static_forward_context
+        layer = next(layer for layer in layers.values() if isinstance(layer, Attention))
+        layer.kv_cache = torch.zeros_like(layer.kv_cache)
+
+    monkeypatch.setattr(PooledWorker, "initialize_from_config", begin_with_a_cache_of_its_own)
+    with pytest.raises(EngineError, match="kept outside the blocks"):
+        world.builds[0].build(spec(write_hybrid(tmp_path, "gemma3_text", seed=4)), **settings("gemma3_text"))
+    assert world.builds[0].pages_used() == 0
