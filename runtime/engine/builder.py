@@ -242,6 +242,7 @@ class _FromFiles(DefaultModelLoader):
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         now, read_bytes = building.get(), 0
+        now.check_kinds()  # the layers are made, and the files not read yet
         for name, tensor in super().get_all_weights(model_config, model):
             yield name, tensor
             read_bytes += tensor.nbytes

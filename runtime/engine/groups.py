@@ -36,7 +36,7 @@ from vllm.v1.kv_cache_interface import (
 from runtime.core.engine import EngineError
 
 
-class Kind(Enum):
+class LayerKind(Enum):
     """What the layers of a group forget."""
 
     FULL = "full"
@@ -45,20 +45,20 @@ class Kind(Enum):
     STATE = "state"
 
 
-KINDS: dict[type[KVCacheSpec], Kind] = {  # exact types: a subclass may keep its blocks otherwise
-    FullAttentionSpec: Kind.FULL,
-    MLAAttentionSpec: Kind.FULL,
-    SlidingWindowSpec: Kind.WINDOW,
-    ChunkedLocalAttentionSpec: Kind.CHUNK,
-    MambaSpec: Kind.STATE,
+KINDS: dict[type[KVCacheSpec], LayerKind] = {  # exact types: a subclass may keep its blocks otherwise
+    FullAttentionSpec: LayerKind.FULL,
+    MLAAttentionSpec: LayerKind.FULL,
+    SlidingWindowSpec: LayerKind.WINDOW,
+    ChunkedLocalAttentionSpec: LayerKind.CHUNK,
+    MambaSpec: LayerKind.STATE,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LayerGroup:
     """Layers that share a block table."""
 
-    kind: Kind
+    kind: LayerKind
     size: int  # tokens of a block
     reach: int  # tokens of the window or of a chunk; 0 for other kinds
     most: int  # blocks that a request of full length holds at most, at any time
@@ -67,13 +67,13 @@ class Group:
     def forgotten(self, computed: int) -> int:
         """Number of tokens, from the first on, that the layers never read again once `computed` are computed."""
         match self.kind:
-            case Kind.FULL:
+            case LayerKind.FULL:
                 return 0
-            case Kind.WINDOW:
+            case LayerKind.WINDOW:
                 return max(0, computed - self.reach + 1)
-            case Kind.CHUNK:
+            case LayerKind.CHUNK:
                 return computed // self.reach * self.reach
-            case Kind.STATE:
+            case LayerKind.STATE:
                 return max(0, computed - 1)
 
     def live(self, computed: int) -> range:
@@ -83,16 +83,16 @@ class Group:
     def need(self, before: int, after: int) -> int:
         """Blocks that a request holds after the step that took the request from `before` to `after` tokens."""
         blocks = -(-after // self.size)
-        if self.kind is Kind.STATE:
+        if self.kind is LayerKind.STATE:
             return 1 + (before > 0 and -(-before // self.size) != blocks)
         return blocks - min(self.forgotten(before) // self.size, blocks)
 
     def held(self, table: Sequence[KVCacheBlock]) -> int:
         """Blocks that a request with this block table holds; null blocks do not count."""
         match self.kind:
-            case Kind.FULL:
+            case LayerKind.FULL:
                 return len(table)
-            case Kind.STATE:
+            case LayerKind.STATE:
                 return sum(not block.is_null for block in table)
             case _:  # null blocks come first
                 return len(table) - bisect_left(table, True, key=lambda block: not block.is_null)
@@ -109,10 +109,10 @@ class Groups:
     forget nothing, by a block's last token, then blocks of other groups. So the full blocks of a request are always the
     first blocks, however far the request is."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[LayerGroup]) -> None:
         self.groups = tuple(groups)
-        self._keeping = [(number, group) for number, group in enumerate(groups) if group.kind is Kind.FULL]
-        self._forgetting = [(number, group) for number, group in enumerate(groups) if group.kind is not Kind.FULL]
+        self._keeping = [(number, group) for number, group in enumerate(groups) if group.kind is LayerKind.FULL]
+        self._forgetting = [(number, group) for number, group in enumerate(groups) if group.kind is not LayerKind.FULL]
         self._sizes = [group.size for _, group in self._keeping]
 
     @classmethod
@@ -168,13 +168,13 @@ class Groups:
         return ", ".join(map(str, self.groups))
 
 
-def _group(group: KVCacheGroupSpec, config: VllmConfig) -> Group:
+def _group(group: KVCacheGroupSpec, config: VllmConfig) -> LayerGroup:
     spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
     reach = getattr(spec, "sliding_window", 0) if type(spec) is SlidingWindowSpec else 0
     if type(spec) is ChunkedLocalAttentionSpec:
         reach = spec.attention_chunk_size
     most = -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
-    return Group(KINDS[type(spec)], spec.block_size, reach, most, len(group.layer_names))
+    return LayerGroup(KINDS[type(spec)], spec.block_size, reach, most, len(group.layer_names))
 
 
 def check_kinds(specs: Mapping[str, KVCacheSpec]) -> None:

@@ -19,8 +19,8 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from runtime.core.engine import EngineError
+from runtime.engine.blocks import Transfer
 from runtime.engine.scheduler import Away, PooledScheduler
-from runtime.engine.transfer import Transfer
 from runtime.memory.native import Direction, PoolError, TransferTicket
 
 

@@ -28,9 +28,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from runtime.engine import ranks
-from runtime.engine.blocks import ElasticBlockPool
+from runtime.engine.blocks import ElasticBlockPool, Transfer
 from runtime.engine.groups import Groups
-from runtime.engine.transfer import Transfer
 from runtime.memory.images import Images
 from runtime.memory.kv import KvRegion
 from runtime.memory.native import Direction, PoolError, TransferTicket

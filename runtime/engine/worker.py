@@ -62,6 +62,7 @@ class Building:
     read: Callable[[int], None]  # called with the number of bytes read from the model's files
     home: Home = field(init=False)
     kv: KvRegion = field(init=False)
+    check_kinds: Callable[[], None] = field(init=False)  # refuses a model by its layers, as `groups.check_kinds` does
 
     def release(self) -> None:
         """Release the reservations made so far, after a failed build."""
@@ -99,6 +100,7 @@ class PooledWorker(Worker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         now = building.get()
         now.home = Home(now.device.reserve(now.addresses_bytes))
+        now.check_kinds = lambda: groups.check_kinds(self.get_kv_cache_spec())
         rotary_embedding._ROPE_DICT.clear()  # else models of equal shape would share tables in the first model's home
         with now.home.packing():
             super().load_model(load_dummy_weights=load_dummy_weights)

@@ -330,10 +330,6 @@ class KvForm(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return f"{self.tokens} tokens in {self.bytes} bytes, {self.layout}"
 
-    def blocks_most(self, tokens: int) -> int:
-        """The most blocks that hold `tokens` tokens of a request."""
-        return self.groups * -(-tokens // self.tokens)
-
 
 class Prepare(Message, frozen=True, kw_only=True, tag="Offer"):
     """Question of a source runtime to a target runtime: can the target go on with the running request `run`?"""
@@ -591,8 +587,7 @@ def decode(kind: type[M], data: bytes) -> M:
     """Decode a message of the type `kind`.
 
     Raises WireError if the bytes are no message of the type, OtherVersion if the message has another version."""
-    decoder = _decoders.get(kind)
-    if decoder is None:
+    if (decoder := _decoders.get(kind)) is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     try:
         message: M = decoder.decode(data)

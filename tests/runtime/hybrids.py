@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from deploy.demo.random_weights import SPREAD, _tokenizer
 from tests.runtime.forms import CONTEXT, SHAPE, VOCABULARY
 
-NOISE, QUIET = 0.05, 0.15  # spread of norms and biases; factor of embeddings that would drown all other layers
+NOISE, QUIET = 0.05, 0.15  # spread of norms and biases; factor of embeddings that would drown the layers
 ATTENTION: dict[str, Any] = SHAPE | {"hidden_size": 256, "num_hidden_layers": 4, "head_dim": 64}
 WINDOW = 32
 YARN = {
@@ -118,7 +118,7 @@ LATENTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"q_lora_rank": 64, "n_group": 2, "topk_group": 1, **LATENT},
 }
 HYBRIDS = WINDOWS | STATES | LATENTS
-CLASSES = {"llama4_text": "Llama4ForCausalLM", "gemma4_text": "Gemma4ForCausalLM"}  # that vLLM knows by another name
+CLASSES = {"llama4_text": "Llama4ForCausalLM", "gemma4_text": "Gemma4ForCausalLM"}  # architectures known to vLLM
 ROUNDED = ("qwen3_next", "deepseek_v2", "deepseek_v3")  # kernels for CPUs take 16 bits alone
 
 
@@ -132,13 +132,16 @@ def settings(name: str) -> dict[str, Any]:
     return {"max_num_batched_tokens": 128, "max_num_seqs": 8, **blocks}
 
 
-def write_hybrid(folder: Path, name: str, seed: int = 3) -> Path:
+def write_hybrid(folder: Path, name: str, seed: int = 3, context: int = CONTEXT) -> Path:
     """Write the folder of the model `name` of HYBRIDS, with random weights. Returns the folder."""
-    config = AutoConfig.for_model(name, **ATTENTION | HYBRIDS[name])
+    shape = ATTENTION | HYBRIDS[name] | {"max_position_embeddings": context}
+    if "rope_parameters" in shape:
+        shape["rope_parameters"] = YARN | {"original_max_position_embeddings": context // 4}
+    config = AutoConfig.for_model(name, **shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _model(config, name)
-        for key, weight in model.named_parameters():  # what is all zero or all one would hide faults
+        for key, weight in model.named_parameters():  # weights of zeros or ones alone would hide faults
             if weight.ndim > 1 and weight.std() == 0 or "experts" in key or key.endswith("sinks"):
                 torch.nn.init.normal_(weight.data, std=SPREAD)
             elif weight.ndim <= 1 and weight.numel() > 1 and "A_log" not in key and "dt_bias" not in key:
@@ -148,7 +151,7 @@ def write_hybrid(folder: Path, name: str, seed: int = 3) -> Path:
     if name in CLASSES:
         model.config.architectures = [CLASSES[name]]
     model.to(torch.float32).save_pretrained(folder)
-    _tokenizer(VOCABULARY, CONTEXT).save_pretrained(folder)
+    _tokenizer(VOCABULARY, context).save_pretrained(folder)
     return folder
 
 

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from runtime.core.engine import EngineError
-from runtime.engine.groups import Group, Groups, Kind, check_kinds
+from runtime.engine.groups import Groups, LayerGroup, LayerKind, check_kinds
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM and torch
 BLOCKS, ID = 4096, "r"
@@ -38,26 +38,26 @@ HEADS = dict(num_kv_heads=1, head_size=8, dtype=torch.float32)
 class Shape:
     """A group, and the spec and the manager that vLLM has for such a group."""
 
-    group: Group
+    group: LayerGroup
     spec: KVCacheSpec
     manager: type[SingleTypeKVCacheManager]
 
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    kind, size = draw(st.sampled_from(list(Kind))), draw(st.sampled_from([1, 2, 4, 16]))
-    reach = draw(st.integers(1, 40)) * (size if kind is Kind.CHUNK else 1)
-    group = Group(kind, size, reach if kind in (Kind.WINDOW, Kind.CHUNK) else 0, BLOCKS, 1)
+    kind, size = draw(st.sampled_from(list(LayerKind))), draw(st.sampled_from([1, 2, 4, 16]))
+    reach = draw(st.integers(1, 40)) * (size if kind is LayerKind.CHUNK else 1)
+    group = LayerGroup(kind, size, reach if kind in (LayerKind.WINDOW, LayerKind.CHUNK) else 0, BLOCKS, 1)
     match kind:
-        case Kind.FULL:
+        case LayerKind.FULL:
             return Shape(group, FullAttentionSpec(block_size=size, **HEADS), FullAttentionManager)
-        case Kind.WINDOW:
+        case LayerKind.WINDOW:
             windowed = SlidingWindowSpec(block_size=size, sliding_window=reach, **HEADS)
             return Shape(group, windowed, SlidingWindowManager)
-        case Kind.CHUNK:
+        case LayerKind.CHUNK:
             chunked = ChunkedLocalAttentionSpec(block_size=size, attention_chunk_size=reach, **HEADS)
             return Shape(group, chunked, ChunkedLocalAttentionManager)
-        case Kind.STATE:
+        case LayerKind.STATE:
             state = MambaSpec(block_size=size, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
             return Shape(group, state, MambaManager)
 
@@ -114,7 +114,7 @@ def test_settled_blocks_are_the_first_blocks_however_far_the_request_is(
     settled = groups.settled(early)
     assert groups.live(early + more)[:settled] == groups.live(early)[:settled]
     assert all(
-        (place + 1) * groups.groups[group].size <= early and groups.groups[group].kind is Kind.FULL
+        (place + 1) * groups.groups[group].size <= early and groups.groups[group].kind is LayerKind.FULL
         for group, place in groups.live(early)[:settled]
     )
     assert len(groups.live(early)) <= groups.need(early - 1, early)

@@ -1,7 +1,7 @@
 """Models with several kinds of KV cache make on Staccato's engines the tokens of bare vLLM, whatever is parked when.
 
 Requests are parked every few steps, in prefill and in decode. While the requests are away, every free page of the
-device is overwritten, so a block that was not brought back shows.
+device is overwritten: a block that was not brought back changes the answer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import msgspec
 import pytest
 import torch
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 
 from runtime.core.device.request import RequestId
 from runtime.core.engine import EngineError, Output
+from runtime.engine import groups
 from runtime.engine.vllm import VllmEngine
 from runtime.engine.worker import PooledWorker
 from runtime.memory.native import DevicePool
@@ -28,13 +29,13 @@ from tests.runtime.hybrids import HYBRIDS, ROUNDED, dtype, settings, write_hybri
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
 POOL_BYTES, HOST_BYTES = 128 << 20, 512 << 20
 MOST, PARKED_EVERY = 40, 4  # tokens of an answer; steps
-JUNK = 0x41  # of each byte of pages that a parked request left
+JUNK = 0x41  # every byte of pages that a parked request left
 WORDS = random.Random(3)
 PROMPTS = [[WORDS.randrange(3, 500) for _ in range(length)] for length in (5, 70, 200, 333)]
 models = pytest.mark.parametrize("name", HYBRIDS)
 
 
-class World:
+class Hybrids:
     """Engines of each model over two pools and one host cache, as in two runtimes of a host."""
 
     def __init__(self, folder: Path) -> None:
@@ -64,10 +65,10 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("hybrids"))
-    yield world
-    world.close()
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrids]:
+    hybrids = Hybrids(tmp_path_factory.mktemp("hybrids"))
+    yield hybrids
+    hybrids.close()
 
 
 def scribble(device: DevicePool) -> None:
@@ -112,23 +113,23 @@ def batches(name: str) -> list[list[int]]:
 
 
 @models
-def test_a_model_says_what_bare_vllm_says_however_often_it_is_parked(world: World, name: str) -> None:
-    engine = world.engine(name)
+def test_a_model_says_what_bare_vllm_says_however_often_it_is_parked(hybrids: Hybrids, name: str) -> None:
+    engine = hybrids.engine(name)
     awake(engine, 8)
     assert engine.check() is None
     for numbers in batches(name):
-        expected = [world.said[name][number] for number in numbers]
+        expected = [hybrids.said[name][number] for number in numbers]
         assert answers(engine, numbers) == expected
         assert answers(engine, numbers, PARKED_EVERY) == expected, "parked in mid-answer"
     asleep(engine)
     assert engine._scheduler.recomputed == 0 and engine._scheduler._slabs.taken == 0
-    assert world.builds[0].pages_used() == 0
-    assert all(len(set(said)) > 5 for said in world.said[name]), "an answer that repeats itself proves nothing"
+    assert hybrids.builds[0].pages_used() == 0
+    assert all(len(set(said)) > 5 for said in hybrids.said[name]), "an answer that repeats itself proves nothing"
 
 
 @models
-def test_a_request_goes_on_at_another_runtime(world: World, name: str) -> None:
-    source, target = world.engine(name), world.engine(name, runtime=1)
+def test_a_request_goes_on_at_another_runtime(hybrids: Hybrids, name: str) -> None:
+    source, target = hybrids.engine(name), hybrids.engine(name, runtime=1)
     awake(source, 8)
     awake(target, 8)
     assert source.kv_form == target.kv_form
@@ -151,14 +152,14 @@ def test_a_request_goes_on_at_another_runtime(world: World, name: str) -> None:
     source.abort([id])
     while target.busy():
         made += target.step()
-    assert tokens(made) == world.said[name][3]
+    assert tokens(made) == hybrids.said[name][3]
     asleep(source)
     asleep(target)
 
 
 @pytest.mark.parametrize("name", [name for name in HYBRIDS if name not in ROUNDED])
-def test_a_request_of_a_dead_runtime_goes_on(world: World, name: str) -> None:
-    engine, said = world.engine(name), world.said[name][2]
+def test_a_request_of_a_dead_runtime_goes_on(hybrids: Hybrids, name: str) -> None:
+    engine, said = hybrids.engine(name), hybrids.said[name][2]
     awake(engine, 32)
     engine._scheduler.reset_prefix_cache()
     engine.add(RequestId("begun"), question(2), said[: MOST // 2])
@@ -168,7 +169,7 @@ def test_a_request_of_a_dead_runtime_goes_on(world: World, name: str) -> None:
 
 
 def test_a_model_with_state_outside_the_blocks_is_refused(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hybrids: Hybrids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin = PooledWorker.initialize_from_config
 
@@ -180,5 +181,31 @@ def test_a_model_with_state_outside_the_blocks_is_refused(
 
     monkeypatch.setattr(PooledWorker, "initialize_from_config", begin_with_a_cache_of_its_own)
     with pytest.raises(EngineError, match="kept outside the blocks"):
-        world.builds[0].build(spec(write_hybrid(tmp_path, "gemma3_text", seed=4)), **settings("gemma3_text"))
-    assert world.builds[0].pages_used() == 0
+        hybrids.builds[0].build(spec(write_hybrid(tmp_path, "gemma3_text", seed=4)), **settings("gemma3_text"))
+    assert hybrids.builds[0].pages_used() == 0
+
+
+def test_a_model_with_an_unknown_kind_of_cache_is_refused_before_its_weights_are_read(
+    hybrids: Hybrids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    monkeypatch.delitem(groups.KINDS, SlidingWindowSpec)
+    with pytest.raises(EngineError, match=r"layers\.0\.self_attn\.attn keeps a SlidingWindow: only FullAttention"):
+        hybrids.builds[0].build(spec(write_hybrid(tmp_path, "gemma3_text", seed=5)), lambda done, _: read.append(done))
+    assert not any(read) and hybrids.builds[0].pages_used() == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "kib"), [("gpt_oss", 8448), ("gemma3_text", 4480)])
+def test_windows_give_back_the_blocks_behind(hybrids: Hybrids, tmp_path: Path, name: str, kib: int) -> None:
+    """`kib`: memory of a request of 4,097 tokens. A window holds two blocks."""
+    asked = spec(write_hybrid(tmp_path, name, context=8192), max_model_len=4608)
+    engine = hybrids.builds[0].build(asked, **settings(name) | {"max_num_batched_tokens": 512})
+    awake(engine, 16)
+    engine.add(RequestId("long"), payload(WORDS.choices(range(3, 500), k=4096), temperature=0, max_tokens=9))
+    while not any(output.tokens for output in engine.step()):
+        engine.grow(max(0, engine.held().kv_wanted - engine.held().kv))
+    engine.step()  # the step after the prefill gives back what the last piece needed
+    blocks, block_kib = 1 + engine._scheduler.blocks.used_blocks, engine.kv.block_bytes >> 10
+    engine.close()
+    assert abs(blocks * block_kib - kib) <= block_kib
