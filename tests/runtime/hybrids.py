@@ -115,7 +115,14 @@ STATES: dict[str, dict[str, Any]] = {
 }
 LATENTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"q_lora_rank": None, "n_group": 1, "topk_group": 1, **LATENT},
-    "deepseek_v3": {"q_lora_rank": 64, "n_group": 2, "topk_group": 1, **LATENT},
+    "deepseek_v3": {
+        "q_lora_rank": 64,
+        "n_group": 2,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        **LATENT,
+    },
 }
 HYBRIDS = WINDOWS | STATES | LATENTS
 CLASSES = {"llama4_text": "Llama4ForCausalLM", "gemma4_text": "Gemma4ForCausalLM"}  # architectures known to vLLM
