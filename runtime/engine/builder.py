@@ -206,7 +206,7 @@ class Builder:
             spec,
             load_format,
             kv_cache_memory_bytes=self.pages_total * self.page_bytes,
-            disable_hybrid_kv_cache_manager=True,  # layers with a window keep all keys: one shape of KV cache a model
+            prefix_cache_retention_interval=None,  # blocks behind a window serve shared prompts until taken again
             worker_cls="runtime.engine.worker.PooledWorker",
             scheduler_cls=MovingScheduler,
             tensor_parallel_size=ranks.size(),
@@ -249,6 +249,7 @@ class _FromFiles(DefaultModelLoader):
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         now, read_bytes = building.get(), 0
+        now.check_kinds()  # the layers are made, and the files not read yet
         for name, tensor in super().get_all_weights(model_config, model):
             yield name, tensor
             read_bytes += tensor.nbytes

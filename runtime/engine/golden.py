@@ -3,7 +3,7 @@
 The question is a short prompt that no tenant wrote, answered greedily. A model is asked as built by vLLM, again
 once the tensors have moved, and after every fetch: the tokens must not change. The prompt twice in a batch finds models
 that disagree with themselves, and the prompt at the last positions of the context finds tables of positions that end
-too early.
+too early. The question asked while its KV cache moves to other blocks finds models with state outside the blocks.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from runtime.engine.scheduler import PooledScheduler
 
 PROMPT, TOKENS = 16, 8
 BATCH = 2  # requests with the question in a batch
+INTERRUPTED_AFTER = 4  # tokens of an answer
 # Two greedy answers of a sound model part only where rounding decides: where the log probabilities of both tokens
 # differ by at most so many nats. A fault makes an unrelated token, and unrelated tokens are far less likely.
 TIE, TIE_16_BITS = 0.05, 0.5
@@ -56,13 +57,16 @@ def prompt_and_tokens(max_model_len: int) -> tuple[int, int]:
     return prompt, min(TOKENS, max_model_len - prompt)
 
 
-def ask(core: EngineCore, ids: Sequence[str], likeliest: int | None = None) -> list[GoldenAnswer]:
+def ask(
+    core: EngineCore, ids: Sequence[str], likeliest: int | None = None, interrupt: Callable[[], None] | None = None
+) -> list[GoldenAnswer]:
     """Put the question once for each id, in a single batch, while no other request runs in the engine.
 
     Args:
         core: an engine with weights and with free blocks of KV cache; no request runs.
         ids: names of the requests. A name is the request's salt as well, so no two requests share prefix blocks.
         likeliest: number of tokens per step to return with log probabilities; None: no log probabilities.
+        interrupt: called once between two steps, after INTERRUPTED_AFTER tokens of the first answer.
 
     Returns: the answers, in the order of the ids.
 
@@ -73,7 +77,10 @@ def ask(core: EngineCore, ids: Sequence[str], likeliest: int | None = None) -> l
     with scheduler.alone():
         for id in ids:
             core.add_request(*core.preprocess_add_request(_question(config, id, likeliest)))
-        while scheduler.running or scheduler.waiting:
+        while scheduler.running or scheduler.waiting or scheduler.kv_holding_waiting:
+            if interrupt is not None and len(said[ids[0]].tokens) >= INTERRUPTED_AFTER:
+                interrupt()
+                interrupt = None
             outputs, executed = core.step()
             core.post_step(executed)
             for output in (output for made in outputs.values() for output in made.outputs):

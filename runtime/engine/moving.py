@@ -3,6 +3,10 @@
 The source copies a running request's full blocks to the host: full blocks never change. Then the request leaves the
 batch between two steps, and only the last blocks are left to copy. The target allocates blocks for an expected request,
 copies the source's blocks from the host, and continues the request like a request parked at the target.
+
+Layers that forget (`runtime/engine/groups.py`) have their blocks copied at the end alone: earlier, the blocks would be
+others. A target learns with the last blocks where the request stopped. Until then the target of a model with such
+layers only keeps blocks free.
 """
 
 from __future__ import annotations
@@ -11,11 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from runtime.core.engine import EngineError
+from runtime.engine.blocks import Transfer
 from runtime.engine.scheduler import Away, PooledScheduler
-from runtime.engine.transfer import Transfer
 from runtime.memory.native import Direction, PoolError, TransferTicket
 
 
@@ -27,7 +32,8 @@ class MovingRequest:
     blocks on the host are the source's."""
 
     request: Request
-    host: list[int] = field(default_factory=list)  # host blocks of the first blocks, copied or being copied
+    host: list[int] = field(default_factory=list)  # host blocks of the first blocks, copied, being copied or named
+    reserved: list[KVCacheBlock] = field(default_factory=list)  # target: blocks kept free for the request
     transfers: list[Transfer] = field(default_factory=list)
     here: bool = True  # the request has blocks on the device
     left: Away | None = None  # source: set when out of the batch; names the host blocks of the whole request
@@ -43,9 +49,9 @@ class MovingScheduler(PooledScheduler):
         self._incoming: dict[str, MovingRequest] = {}
 
     @property
-    def running_now(self) -> int:
-        """Number of requests in the batch: every request in the batch may need a block for the next token."""
-        return len(self.running)
+    def next_blocks(self) -> int:
+        """The most blocks that the batch may need for the next token of every request."""
+        return len(self.running) * len(self.groups.groups)
 
     @property
     def unfinished(self) -> int:
@@ -66,7 +72,8 @@ class MovingScheduler(PooledScheduler):
             return None
         going = self._outgoing.get(id) or MovingRequest(request)
         assert first <= len(going.host), f"block {first} of {id} is asked for, {len(going.host)} were before"
-        if not self._send(going, request.num_computed_tokens // self.block_size, after):
+        computed = request.num_computed_tokens
+        if not self._send(going, self.groups.live(computed)[: self.groups.settled(computed)], after):
             return None
         self._outgoing[id] = going
         return going.host[first:]
@@ -100,13 +107,13 @@ class MovingScheduler(PooledScheduler):
         else:
             assert not request.num_in_flight_tokens, f"{id} has tokens in flight"
             computed = request.num_computed_tokens
-            blocks = self._blocks_of(computed)
-            if not self._send(going, blocks, after):
-                raise EngineError(f"request {id} can't leave: the host cache has no room for its {blocks} blocks")
+            places = self.groups.live(computed)
+            if not self._send(going, places, after):
+                raise EngineError(f"request {id} can't leave: the host cache has no room for its {len(places)} blocks")
             self.running = [other for other in self.running if other is not request]
             self.kv_holding_waiting.remove_requests([request])
             self._strike_off(request)
-            going.left = Away(request, computed, going.host[:blocks])
+            going.left = Away(request, computed, going.host[: len(places)])
         self._outgoing[id] = going
 
     def _copied_out(self, going: MovingRequest) -> bool:
@@ -143,15 +150,15 @@ class MovingScheduler(PooledScheduler):
         inside = request.status == RequestStatus.RUNNING or any(other is request for other in self.kv_holding_waiting)
         return inside and request.num_output_tokens > 0
 
-    def _send(self, going: MovingRequest, blocks: int, after: TransferTicket | None) -> bool:
-        """Begin to copy to the host the first `blocks` blocks, as far as not staged; False if the host has no room."""
+    def _send(self, going: MovingRequest, places: list[tuple[int, int]], after: TransferTicket | None) -> bool:
+        """Begin to copy the blocks at `places` to the host, as far as not staged; False if the host has no room."""
         have = len(going.host)
-        if blocks <= have:
+        if len(places) <= have:
             return True
-        if (host := self._take(blocks - have)) is None:
+        if (host := self._take(len(places) - have)) is None:
             return False
-        (device,) = self.kv_cache_manager.get_block_ids(going.request.request_id)
-        going.transfers.append(self._transfer(device[have:blocks], host, Direction.TO_HOST, after))
+        device = self._at(going.request, places[have:])
+        going.transfers.append(self._transfer(device, host, Direction.TO_HOST, after))
         going.host += host
         return True
 
@@ -161,15 +168,16 @@ class MovingScheduler(PooledScheduler):
         """Allocate blocks for `tokens` tokens of an expected request.
 
         Returns False, and allocates none, if fewer than `leave` free blocks would be left."""
-        blocks = self._blocks_of(tokens)
-        if not self._room(blocks, leave) or not self.kv_cache_manager.allocate_slots(
-            request, 0, num_external_computed_tokens=tokens, delay_cache_blocks=True
-        ):
+        coming, blocks = MovingRequest(request), len(self.groups.live(tokens))
+        if not self._room(blocks, leave):
             return False
-        self.kv_cache_manager.take_new_block_ids()  # else the next step would zero the new blocks
+        if not self.groups.plain:
+            coming.reserved = self.blocks.get_new_blocks(blocks)
+        elif not self._allocate(request, tokens):
+            return False
         self.take_up(request)
         self.requests[request.request_id] = request
-        self._incoming[request.request_id] = MovingRequest(request)
+        self._incoming[request.request_id] = coming
         return True
 
     def copy_in(self, id: str, first: int, host: list[int], leave: int) -> bool:
@@ -182,11 +190,22 @@ class MovingScheduler(PooledScheduler):
             return False
         assert first == len(coming.host), f"{id} has {len(coming.host)} blocks and is offered those from {first} on"
         blocks = first + len(host)
+        if not self.groups.plain:
+            return self._name(coming, host, leave)
         if not self._enlarge(coming.request, blocks, leave):
             return False
         (device,) = self.kv_cache_manager.get_block_ids(id)
         if host:
             coming.transfers.append(self._transfer(device[first:blocks], host, Direction.TO_DEVICE))
+        coming.host += host
+        return True
+
+    def _name(self, coming: MovingRequest, host: list[int], leave: int) -> bool:
+        """Note host blocks to be copied at the commit, and keep as many blocks free; False if there is no room."""
+        missing = len(coming.host) + len(host) - len(coming.reserved)
+        if missing > 0 and not self._room(missing, leave):
+            return False
+        coming.reserved += self.blocks.get_new_blocks(max(0, missing))
         coming.host += host
         return True
 
@@ -216,12 +235,30 @@ class MovingScheduler(PooledScheduler):
     def commit_in(self, id: str, computed: int) -> None:
         """Turn an expected request, of which `computed` tokens are computed, into an arriving request.
 
-        Raises EngineError if too few blocks were received."""
-        coming = self._incoming[id]
-        if (blocks := self._blocks_of(computed)) > len(coming.host):
-            raise EngineError(f"request {id} needs {blocks} blocks and {len(coming.host)} were handed over")
+        Raises EngineError if too few blocks were received, or if the blocks can't be copied."""
+        coming, places = self._incoming[id], self.groups.live(computed)
+        if len(places) > len(coming.host) or (len(places) < len(coming.host) and not self.groups.plain):
+            raise EngineError(f"request {id} needs {len(places)} blocks and {len(coming.host)} were handed over")
+        if not self.groups.plain:
+            self._copy_named(coming, computed, places)
         del self._incoming[id]
         self._arriving[id] = Away(coming.request, computed, [], coming.transfers)
+
+    def _copy_named(self, coming: MovingRequest, computed: int, places: list[tuple[int, int]]) -> None:
+        """Give the request its blocks, now that the places are known, and begin to copy."""
+        self._give_up(coming)
+        if not self._allocate(coming.request, computed):
+            raise EngineError(f"request {coming.request.request_id} finds no room for its {len(places)} blocks")
+        try:
+            copy = self._transfer(self._at(coming.request, places), coming.host, Direction.TO_DEVICE)
+        except PoolError as error:
+            raise EngineError(f"request {coming.request.request_id} can't be received: {error}") from error
+        coming.transfers.append(copy)
+
+    def _give_up(self, coming: MovingRequest) -> None:
+        """Give the blocks kept free for an expected request back."""
+        self.blocks.free_blocks(coming.reserved)
+        coming.reserved = []
 
     def forget(self, id: str) -> None:
         """End an expected request that can't be taken over; does nothing if the request is not expected.
@@ -264,6 +301,7 @@ class MovingScheduler(PooledScheduler):
             if coming.here:
                 self._end(coming.transfers)
                 self.kv_cache_manager.free(coming.request)
+                self._give_up(coming)
                 coming.here = False
         super().take_out(after)
 
@@ -280,6 +318,7 @@ class MovingScheduler(PooledScheduler):
             self._slabs.free(_on_host(going))
         if (coming := self._incoming.pop(request.request_id, None)) is not None:
             self._end(coming.transfers)
+            self._give_up(coming)
         return super()._free_request(request, *args, **kwargs)
 
     def _end(self, transfers: Sequence[Transfer]) -> bool:

@@ -13,11 +13,28 @@ from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
+from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 DRAW_BELOW = 2**31  # each token of a seeded request takes one number below this from the request's generator
+
+
+class PageTable(BlockTable):
+    """A block table made of vLLM's own by `take_over`: holds numbers of pages instead of numbers of blocks."""
+
+    _pages: int  # of a block
+
+    @classmethod
+    def take_over(cls, table: BlockTable, pages: int) -> None:
+        assert type(table) is BlockTable, f"this vLLM has a {type(table).__name__}"
+        table.__class__ = cls
+        assert isinstance(table, cls)
+        table._pages = pages
+
+    def append_row(self, block_ids: list[int], row_idx: int) -> None:
+        super().append_row([block * self._pages for block in block_ids], row_idx)
 
 
 class PooledRunner(CPUModelRunner):
@@ -40,6 +57,11 @@ class PooledRunner(CPUModelRunner):
         self.attn_groups[:] = [
             [part for group in groups for part in self._by_window(group)] for groups in self.attn_groups
         ]
+
+    def number_pages(self, pages: int) -> None:
+        """From now on give kernels numbers of pages: block b begins with page b × `pages`."""
+        for table in self.input_batch.block_table.block_tables:
+            PageTable.take_over(table, pages)
 
     def _by_window(self, group: AttentionGroup) -> list[AttentionGroup]:
         layers = self.compilation_config.static_forward_context
@@ -77,7 +99,7 @@ class PooledRunner(CPUModelRunner):
             sampling_params=sampling,
             pooling_params=None,
             generator=generator,
-            block_ids=([],),  # the scheduler sends block ids when the request runs
+            block_ids=tuple([] for _ in self.kv_cache_config.kv_cache_groups),  # sent when the request runs
             num_computed_tokens=0,
             output_token_ids=made,
             lora_request=request.lora_request,

@@ -17,7 +17,7 @@ request recomputed, as in vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +28,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from runtime.engine import ranks
-from runtime.engine.blocks import ElasticBlockPool
-from runtime.engine.transfer import Transfer
+from runtime.engine.blocks import ElasticBlockPool, Transfer
+from runtime.engine.groups import Groups
 from runtime.memory.images import Images
 from runtime.memory.kv import KvRegion
 from runtime.memory.native import Direction, PoolError, TransferTicket
@@ -40,7 +40,9 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class Away:
-    """A request taken out after `computed` tokens. `host`: blocks on the host that hold the KV cache, or will."""
+    """A request taken out after `computed` tokens.
+
+    `host`: blocks on the host that hold the KV cache, or will, in the order of `Groups.live`."""
 
     request: Request
     computed: int
@@ -63,6 +65,7 @@ class PooledScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.groups = Groups.of(self.kv_cache_config, self.vllm_config)
         self._leaving: ParkingBatch | None = None
         self._parked: dict[str, Away] = {}
         self._arriving: dict[str, Away] = {}
@@ -121,7 +124,7 @@ class PooledScheduler(Scheduler):
         Returns None if the host has no room: then vLLM recomputes the request."""
         assert not request.num_in_flight_tokens, f"{request.request_id} has tokens in flight"
         computed = request.num_computed_tokens
-        host = self._take(self._blocks_of(computed))
+        host = self._take(len(self.groups.live(computed)))
         if host is None:
             request.status = RequestStatus.RUNNING  # as `_preempt_request` expects
             self.recomputed += 1
@@ -152,8 +155,15 @@ class PooledScheduler(Scheduler):
         return Transfer(self._kv, self._cache, device, host, direction, after)
 
     def _device_blocks(self, away: Away) -> list[int]:
-        (blocks,) = self.kv_cache_manager.get_block_ids(away.request.request_id)
-        return blocks[: len(away.host)]
+        """Blocks of the device that matter, in the order of the blocks on the host."""
+        return self._at(away.request, self.groups.live(away.computed))
+
+    def _at(self, request: Request, places: list[tuple[int, int]]) -> list[int]:
+        """Device blocks of a request at (group, place) of the block tables."""
+        tables = self.kv_cache_manager.get_block_ids(request.request_id)
+        blocks = [tables[group][place] for group, place in places]
+        assert all(blocks), f"{request.request_id} lacks a block that still matters: {places}, {tables}"
+        return blocks
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         """Park a request that vLLM drops for want of blocks in the middle of `schedule`; waits for the copy."""
@@ -221,17 +231,21 @@ class PooledScheduler(Scheduler):
         wanted += sum([self._lacks(other.request, other.computed) for other in self._arriving.values()])
         if wanted > self.blocks.get_num_free_blocks() and (inside or self._arriving):
             return False  # vLLM would preempt running requests for the returning request, or could step none at all
+        return self._allocate(request, away.computed)
+
+    def _allocate(self, request: Request, computed: int) -> bool:
+        """Give the request the blocks that matter once `computed` tokens are computed. False for want of blocks."""
         request.num_computed_tokens = 0
         placed = self.kv_cache_manager.allocate_slots(
-            request, 0, num_external_computed_tokens=away.computed, delay_cache_blocks=True
+            request, 0, num_external_computed_tokens=computed, delay_cache_blocks=True
         )
+        self.kv_cache_manager.take_new_block_ids()  # else the next step would zero the new blocks
         return placed is not None
 
     def _go_on(self, away: Away) -> None:
         request = away.request
         self._slabs.free(away.host)
         self.kv_cache_manager.cache_blocks(request, away.computed)
-        self.kv_cache_manager.take_new_block_ids()  # else the next step would zero the new blocks
         request.num_computed_tokens = away.computed
         self.kv_holding_waiting.add_request(request)
 
@@ -299,34 +313,39 @@ class PooledScheduler(Scheduler):
         """Blocks, the null block included, that all requests together need.
 
         Returns two numbers: blocks for the next step of every request, and blocks for `ahead` more tokens each."""
-        size, most = self.block_size, self.max_num_scheduled_tokens
+        need, most = self.groups.need, self.max_num_scheduled_tokens
         soon = later = 1 + self.blocks.used_blocks
         has = [(request, request.num_computed_tokens) for request in self.running]
         has += [(request, request.num_computed_tokens) for request in self.kv_holding_waiting]
         has += [(away.request, away.computed) for away in self._arriving.values()]
-        for request, computed in has:  # no helpers: the loop runs after each step, for every request with blocks
-            blocks, tokens = -(-computed // size), min(request.num_tokens, computed + most)
-            soon += -(-tokens // size) - blocks
-            later += -(-(tokens + ahead) // size) - blocks
+        for request, computed in has:
+            held, tokens = self._held(request), min(request.num_tokens, computed + most)
+            next_step = max(0, need(computed, tokens) - held)
+            soon += next_step
+            later += max(next_step, need(tokens + ahead - 1, tokens + ahead) - held)
         for away in self._parked.values():
-            soon += self._needs(away.request, away.computed)
-            later += self._needs(away.request, away.computed, ahead)
+            next_step = self._needs(away.request, away.computed)
+            soon += next_step
+            later += max(next_step, self._needs(away.request, away.computed, ahead))
         for request in self.waiting:
-            soon += self._blocks_of(request.num_tokens)
-            later += self._blocks_of(request.num_tokens + ahead)
+            soon += self.groups.admission(request.num_tokens)
+            later += self.groups.admission(request.num_tokens + ahead)
         total = len(self.blocks.blocks)
         return min(soon, total), min(later, total)
 
     def _needs(self, request: Request, computed: int, ahead: int = 0) -> int:
-        """Blocks in all for the request's next step, and for `ahead` more tokens."""
-        return self._blocks_of(min(request.num_tokens, computed + self.max_num_scheduled_tokens) + ahead)
+        """Blocks in all for the request's next step, or for the step to `ahead` more tokens."""
+        tokens = min(request.num_tokens, computed + self.max_num_scheduled_tokens)
+        return self.groups.need(tokens + ahead - 1 if ahead else computed, tokens + ahead)
 
     def _lacks(self, request: Request, computed: int) -> int:
         """Blocks that a request with blocks for `computed` tokens lacks for the next step."""
-        return self._needs(request, computed) - self._blocks_of(computed)
+        return max(0, self._needs(request, computed) - self._held(request))
 
-    def _blocks_of(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+    def _held(self, request: Request) -> int:
+        """Blocks of the device that the request holds."""
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        return self.groups.held([manager.req_to_blocks.get(request.request_id, ()) for manager in managers])
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -343,6 +362,27 @@ class PooledScheduler(Scheduler):
                 self.kv_holding_waiting.add_request(request)
             for request in waiting:
                 self.waiting.add_request(request)
+
+    def change_blocks(self, copy: Callable[[list[int], list[int]], None]) -> None:
+        """Give every running request other blocks, as if the request had been parked.
+
+        `copy` is called with the old and the new blocks of each request, and must copy what lies in the old blocks.
+        Does nothing for a request if too few blocks are free."""
+        for request in self.running:
+            away = Away(request, request.num_computed_tokens, [])
+            old = self._device_blocks(away)
+            if len(old) > self.blocks.get_num_free_blocks():
+                continue
+            pinned = [self.blocks.blocks[block] for block in old]
+            self.blocks.touch(pinned)  # else the request might get its old blocks again
+            self.kv_cache_manager.free(request)
+            self._strike_off(request)
+            placed = self._allocate(request, away.computed)
+            assert placed, f"{request.request_id} has lost its blocks"
+            copy(old, self._device_blocks(away))
+            self.blocks.free_blocks(pinned)
+            self._go_on(away)
+        self.running = [request for request in self.running if request.status == RequestStatus.RUNNING]
 
     def wait_all_out(self) -> None:
         if self._leaving is not None:

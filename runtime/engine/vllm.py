@@ -21,9 +21,10 @@ from pydantic import ValidationError
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.worker.utils import clear_layer_kv_caches
+from vllm.v1.worker.utils import AttentionGroup, clear_layer_kv_caches
 
 from runtime.core.device.request import RequestId
 from runtime.core.engine import AHEAD, BadRequest, EngineError, Held, Output
@@ -31,7 +32,7 @@ from runtime.engine import golden, ranks
 from runtime.engine.golden import Golden
 from runtime.engine.grammars import GrammarReader
 from runtime.engine.moving import MovingScheduler
-from runtime.engine.worker import Home
+from runtime.engine.worker import Home, as_tensor
 from runtime.memory.images import Image, ImageKey, Images
 from runtime.memory.kv import KvRegion
 from runtime.memory.lent import lend, take_back
@@ -44,6 +45,7 @@ log = structlog.get_logger()
 
 INLINE_MOST = 1 << 62  # bytes: arrays always lie inside the single buffer sent to the gateway
 GOLDEN_ID = "staccato-golden"
+JUNK = 0x41  # the value of every byte of blocks without an owner, in a test of a new model: a finite number
 CHAIN_LINK_MOST = 400  # characters of each error in the log
 
 
@@ -60,7 +62,7 @@ class VllmEngine:
         self._scheduler.take_over(kv, images)
         self._blocks = self._scheduler.blocks
         self._golden = Golden([], [])
-        self._golden_blocks = -(-(golden.PROMPT + golden.TOKENS) // self._scheduler.block_size)
+        self._golden_blocks = self._scheduler.groups.admission(golden.PROMPT + golden.TOKENS)
         self.sequential = False
         self._activations = self._questions = 0
         self._parked = True  # or about to be parked: the engine's blocks are given back
@@ -68,10 +70,10 @@ class VllmEngine:
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder(size_threshold=INLINE_MOST)
         self.weights_pages = self.weights.pages
-        longest = -(-core.vllm_config.model_config.max_model_len // self._scheduler.block_size)
-        self.kv_pages_least = kv.pages_for(1 + longest)
+        self.kv_pages_least = kv.pages_for(1 + self._scheduler.groups.most)
         self.owners = home.reservation.owner, kv.reservation.owner
-        self.kv_form = KvForm(self._scheduler.block_size, kv.block_bytes, _layout(core))
+        tables = self._scheduler.groups
+        self.kv_form = KvForm(tables.block_tokens, kv.block_bytes, _layout(core), len(tables.groups))
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -159,7 +161,7 @@ class VllmEngine:
 
     def _kept(self, admitted: bool) -> int:
         """Blocks that an arriving request must leave free: none if `admitted`, else blocks for a check and a step."""
-        return 0 if admitted else max(self._golden_blocks, self._scheduler.running_now)
+        return 0 if admitted else max(self._golden_blocks, self._scheduler.next_blocks)
 
     def copied(self, request: RequestId) -> bool:
         return self._scheduler.copied(request)
@@ -322,8 +324,8 @@ class VllmEngine:
         """Ask the model as vLLM built the model, move the model's tensors, and ask again, all in lent memory.
 
         Returns the answers, and whether requests must run one at a time because the model answers otherwise in a batch.
-        Raises EngineError with both answers if the model answers otherwise after the move of the tensors, and the
-        errors of `golden.watching_attention`."""
+        Raises EngineError with both answers if the model answers otherwise after the move of the tensors, or when the
+        blocks of the question change, and the errors of `golden.watching_attention`."""
         with self._lent():
             with golden.watching_attention(self._core.vllm_config.compilation_config.static_forward_context.values()):
                 built = Golden(*self._say_both())
@@ -336,6 +338,12 @@ class VllmEngine:
                     "model reads memory that it gave back"
                 )
             self.home.forget_old()
+            elsewhere = self._say_elsewhere()
+            if not ranks.all_say(lambda: elsewhere == built.first):
+                raise EngineError(
+                    f"the model says {elsewhere} once its KV cache lies in other blocks, and {built.first} otherwise: "
+                    "part of a request's state is kept outside the blocks, and would be lost when the request is parked"
+                )
             return built, not ranks.all_say(self._agrees_with_itself)
 
     @contextmanager
@@ -365,6 +373,21 @@ class VllmEngine:
     def _say(self) -> list[int]:
         (said,) = golden.ask(self._core, [self._question_id()])
         return said.tokens
+
+    def _say_elsewhere(self) -> list[int]:
+        """The model's answer if the request's blocks change in mid-answer, and all other blocks are overwritten."""
+        (said,) = golden.ask(
+            self._core, [self._question_id()], interrupt=partial(self._scheduler.change_blocks, self._copy_lent)
+        )
+        return said.tokens
+
+    def _copy_lent(self, old: list[int], new: list[int]) -> None:
+        """Copy blocks within lent memory, and overwrite every lent block but the new blocks and the null block."""
+        lent = as_tensor(self.kv.reservation, 0, self._blocks.num_gpu_blocks * self.kv.block_bytes)
+        blocks = lent.view(self._blocks.num_gpu_blocks, self.kv.block_bytes)
+        kept = blocks[old].clone()
+        blocks[1:].fill_(JUNK)
+        blocks[new] = kept
 
     def _question_id(self) -> str:
         """A new request id for each question: with an earlier question's id, a question would find cached prefixes."""
@@ -440,12 +463,20 @@ class VllmEngine:
 
 
 def _layout(core: EngineCore) -> str:
-    """Layout of keys and values in a block, as text: kernels for CPUs order a block to suit their instructions."""
+    """Layout of a block, as text: the groups, and for each group the kernels, which order a block to suit the
+    instructions of the processor, and the types of numbers."""
     assert isinstance(core.scheduler, MovingScheduler)
-    group = core.model_executor.driver_worker.worker.model_runner.attn_groups[0][0]
-    kernels = group.backend.get_name(), getattr(group.get_metadata_builder(), "isa", "")
     order = core.scheduler.kv_cache_config.kv_cache_layout or ""
-    return " ".join(filter(None, (*kernels, order, str(group.kv_cache_spec.dtype).removeprefix("torch."))))
+    parts = [part for groups in core.model_executor.driver_worker.worker.model_runner.attn_groups for part in groups]
+    kernels = dict.fromkeys(_kernels(part) for part in parts)
+    return "; ".join(filter(None, (*kernels, order, str(core.scheduler.groups))))
+
+
+def _kernels(part: AttentionGroup) -> str:
+    spec = part.kv_cache_spec
+    types = spec.dtypes if isinstance(spec, MambaSpec) else (getattr(spec, "dtype", ""),)
+    isa = getattr(part.get_metadata_builder(), "isa", "")
+    return " ".join(filter(None, (part.backend.get_name(), isa, *(str(t).removeprefix("torch.") for t in types))))
 
 
 def clean_up_after(error: BaseException, clean_up: Callable[[], object]) -> None:

@@ -6,7 +6,7 @@ without packing, a step of a small batch takes a third longer.
 
 KV cache: vLLM allocates the KV cache as one buffer, and the buffer becomes a region of the pool. On the CPU vLLM would
 put all blocks of a layer together. This worker puts all layers of a block together, so that a block has few pages and
-is copied in one piece.
+is copied in one piece. Layers of several kinds share the region (`runtime/engine/groups.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -24,15 +25,14 @@ import torch
 import vllm
 from torch.overrides import TorchFunctionMode
 from vllm import _custom_ops as ops
-from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers import rotary_embedding
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.request import Request
 
 from runtime.core.engine import EngineError
-from runtime.engine import ranks
+from runtime.engine import groups, ranks
 from runtime.engine.runner import PooledRunner
 from runtime.memory import native
 from runtime.memory.kv import KvRegion
@@ -62,6 +62,7 @@ class Building:
     read: Callable[[int], None]  # called with the number of bytes read from the model's files
     home: Home = field(init=False)
     kv: KvRegion = field(init=False)
+    check_kinds: Callable[[], None] = field(init=False)  # refuses a model by its layers, as `groups.check_kinds` does
 
     def release(self) -> None:
         """Release the reservations made so far, after a failed build."""
@@ -99,33 +100,39 @@ class PooledWorker(Worker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         now = building.get()
         now.home = Home(now.device.reserve(now.addresses_bytes))
+        now.check_kinds = lambda: groups.check_kinds(self.get_kv_cache_spec())
         rotary_embedding._ROPE_DICT.clear()  # else models of equal shape would share tables in the first model's home
         with now.home.packing():
             super().load_model(load_dummy_weights=load_dummy_weights)
         _check_positions(self.model_runner.model, self.vllm_config.model_config.max_model_len)
         now.home.found = tensors_of(self.model_runner.model)
 
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """vLLM's specs by layer. States are kept at the ends of blocks alone: vLLM's scheduler ends the pieces of a
+        prefill there. vLLM's kernel of Mamba 2 for CPUs returns no state from inside a piece."""
+        return {
+            name: replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
+            if isinstance(spec, MambaSpec)
+            else spec
+            for name, spec in super().get_kv_cache_spec().items()
+        }
+
     def determine_available_memory(self) -> int:
         """Bytes of addresses for as many blocks as could ever be in use at once, at most the pool.
 
         Whether the blocks get memory is decided later."""
-        block_bytes = sum(spec.page_size_bytes for spec in self.model_runner.get_kv_cache_spec().values())
+        specs = self.get_kv_cache_spec()
+        groups.check_kinds(specs)
         stats = building.get().device.stats()
-        return min(stats.pages_total * stats.page_bytes, block_bytes * _blocks(self.vllm_config))
+        return min(stats.pages_total * stats.page_bytes, groups.bytes_for_batch(specs, self.vllm_config))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        if len(kv_cache_config.kv_cache_groups) != 1 or len(kv_cache_config.kv_cache_tensors) != 1:
-            groups, tensors = len(kv_cache_config.kv_cache_groups), len(kv_cache_config.kv_cache_tensors)
-            raise EngineError(
-                f"the model keeps {groups} kinds of KV cache in {tensors} shapes; one is supported: "
-                "state-space and encoder-decoder models are not"
-            )
-        (tensor,) = kv_cache_config.kv_cache_tensors
-        page_bytes = tensor.block_stride if tensor.layer_stride > tensor.block_stride else tensor.layer_stride
-        tensor.layer_stride, tensor.block_stride = page_bytes, page_bytes * len(tensor.layers)
-        now = building.get()
-        now.kv = KvRegion(now.device, tensor.block_stride, kv_cache_config.num_blocks)
-        super().initialize_from_config(kv_cache_config)
+        now, plan = building.get(), deepcopy(kv_cache_config)  # the scheduler keeps vLLM's plan
+        now.kv = KvRegion(now.device, groups.together(plan), plan.num_blocks)
+        pages = groups.without_gaps(plan) if current_platform.is_cpu() and groups.latent(plan) else 1
+        super().initialize_from_config(plan)
+        if pages > 1:
+            self.model_runner.number_pages(pages)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager[Any]:
         return _KvAllocation(building.get().kv) if tag == "kv_cache" else contextlib.nullcontext()
@@ -161,12 +168,6 @@ def _have_expert_group() -> None:
         torch.distributed.get_backend(world.device_group),
         group_name="ep",
     )
-
-
-def _blocks(config: VllmConfig) -> int:
-    """Number of blocks: the null block, and blocks for a context of full length for each request of a full batch."""
-    longest = -(-config.model_config.max_model_len // config.cache_config.block_size)
-    return 1 + config.scheduler_config.max_num_seqs * longest
 
 
 class _KvAllocation(TorchFunctionMode):

@@ -98,7 +98,7 @@ class BlockReceiver:
             raise transport.NotMoved(
                 f"a move needs a key of its own of {transport.KEY_BYTES} bytes, and blocks of {form} are none"
             )
-        arrival = Arrival(key, form, -(-tokens_most // form.tokens), time.monotonic())
+        arrival = Arrival(key, form, form.groups * -(-tokens_most // form.tokens), time.monotonic())
         self._expected[key] = arrival
         return arrival
 

@@ -322,9 +322,10 @@ class Control(Message, frozen=True, kw_only=True, tag="Control"):
 class KvForm(msgspec.Struct, frozen=True):
     """Form of the blocks of a model's KV cache. Two engines can read each other's blocks only if forms are equal."""
 
-    tokens: int
-    bytes: int  # size of a block over the layers
-    layout: str  # type, order and attention kernels, in the engine's words
+    tokens: int  # of a block; the fewest if groups of layers have blocks of several lengths
+    bytes: int  # size of a block over the layers of a group
+    layout: str  # groups, types, order and attention kernels, in the engine's words
+    groups: int = 1  # groups of layers, each with blocks of its own
 
     def __str__(self) -> str:
         return f"{self.tokens} tokens in {self.bytes} bytes, {self.layout}"
@@ -582,8 +583,7 @@ def decode(kind: type[M], data: bytes) -> M:
     """Decode a message of the type `kind`.
 
     Raises WireError if the bytes are no message of the type, OtherVersion if the message has another version."""
-    decoder = _decoders.get(kind)
-    if decoder is None:
+    if (decoder := _decoders.get(kind)) is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     try:
         message: M = decoder.decode(data)

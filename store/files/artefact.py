@@ -127,6 +127,10 @@ class TextConfig(msgspec.Struct, frozen=True):
     head_dim: int | None = None
     hidden_size: int | None = None
     n_embd: int | None = None
+    layer_types: list[str] | None = None
+    layers_block_type: list[str] | None = None
+    hybrid_override_pattern: str | None = None
+    full_attention_interval: int | None = None
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
     max_position_embeddings: int | None = None
@@ -147,8 +151,11 @@ class TextConfig(msgspec.Struct, frozen=True):
         return min((number for number in rows if number), default=None)
 
     def kv_elements_per_token(self) -> int | None:
-        """Return 2 (K and V) × layers × heads × elements of a head; latent attention keeps a single vector a layer."""
-        layers = self.num_hidden_layers or self.n_layer or self.num_layers
+        """Return 2 (K and V) × layers × heads × elements of a head; latent attention keeps a single vector a layer.
+
+        A layer with a window counts as a layer without one, so long requests are counted too high. A layer that keeps
+        a state of fixed size does not count."""
+        layers = self._attention_layers()
         if layers and self.kv_lora_rank:
             return layers * (self.kv_lora_rank + (self.qk_rope_head_dim or 0))
         heads = self.num_attention_heads or self.n_head
@@ -157,6 +164,13 @@ class TextConfig(msgspec.Struct, frozen=True):
         if not layers or not heads or not head_dim:
             return None
         return 2 * layers * (self.num_key_value_heads or heads) * head_dim
+
+    def _attention_layers(self) -> int | None:
+        kinds = self.layer_types or self.layers_block_type or list(self.hybrid_override_pattern or "")
+        if kinds:
+            return sum(kind not in WITHOUT_KEYS for kind in kinds)
+        layers = self.num_hidden_layers or self.n_layer or self.num_layers
+        return layers // self.full_attention_interval if layers and self.full_attention_interval else layers
 
     def context_tokens(self) -> int:
         named = (
@@ -170,6 +184,7 @@ class TextConfig(msgspec.Struct, frozen=True):
         return min((number for number in named if number), default=CONTEXT_DEFAULT)
 
 
+WITHOUT_KEYS = ("linear_attention", "mamba", "conv", "mlp", "moe", "M", "-", "E")  # kinds of layers in config.json
 YARN = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")  # kinds of rope with a table of such a size in vLLM
 
 

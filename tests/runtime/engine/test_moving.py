@@ -497,7 +497,7 @@ def test_there_may_be_no_room_at_the_target_at_first_or_for_more(
 def test_a_copy_out_that_fails_for_good_is_said_and_the_request_stays(
     world: World, pair: tuple[VllmEngine, VllmEngine], monkeypatch: pytest.MonkeyPatch, parked: bool
 ) -> None:
-    monkeypatch.setattr("runtime.engine.transfer.COPY_TRIES", 1)
+    monkeypatch.setattr("runtime.engine.blocks.COPY_TRIES", 1)
     source, _ = pair
     id, said = begin(world, source, "seeded")
     source.kv.reservation.device.inject(FaultPoint.COPY, 1)
@@ -521,7 +521,7 @@ def test_a_copy_out_that_fails_for_good_is_said_and_the_request_stays(
 def test_a_copy_in_that_fails_for_good_is_said_or_the_request_computed_again(
     world: World, pair: tuple[VllmEngine, VllmEngine], monkeypatch: pytest.MonkeyPatch, adopted: bool
 ) -> None:
-    monkeypatch.setattr("runtime.engine.transfer.COPY_TRIES", 1)
+    monkeypatch.setattr("runtime.engine.blocks.COPY_TRIES", 1)
     source, target = pair
     id, said = begin(world, source, "penalised")
     assert target.prepare(id, request("penalised"), BLOCK)

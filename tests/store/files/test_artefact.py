@@ -85,6 +85,38 @@ def test_every_byte_is_counted_as_progress(tmp_path: Path) -> None:
             },
             2 * 2 * 1 * 256,
         ),
+        (  # a Qwen3-Next: three of four layers keep a state
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "num_hidden_layers": 8,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+                "full_attention_interval": 4,
+            },
+            2 * 2 * 2 * 64,
+        ),
+        (  # a Nemotron-H, as transformers writes its config.json
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"],
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+            },
+            2 * 1 * 2 * 64,
+        ),
+        (  # a Nemotron-H, as published
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "num_hidden_layers": 6,
+                "hybrid_override_pattern": "M-M*-*",
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+            },
+            2 * 2 * 2 * 64,
+        ),
     ],
 )
 def test_families_that_name_their_sizes_differently_are_understood(

@@ -1,0 +1,211 @@
+"""Models with several kinds of KV cache make on Staccato's engines the tokens of bare vLLM, whatever is parked when.
+
+Requests are parked every few steps, in prefill and in decode. While the requests are away, every free page of the
+device is overwritten: a block that was not brought back changes the answer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
+
+from runtime.core.device.request import RequestId
+from runtime.core.engine import EngineError, Output
+from runtime.engine import groups
+from runtime.engine.vllm import VllmEngine
+from runtime.engine.worker import PooledWorker
+from runtime.memory.native import DevicePool
+from tests.runtime.bare import Tokens, ask_bare_vllm
+from tests.runtime.engines import asleep, awake, payload, spec, tokens, until
+from tests.runtime.hybrids import HYBRIDS, ROUNDED, dtype, settings, write_hybrid
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
+POOL_BYTES, HOST_BYTES = 128 << 20, 512 << 20
+MOST, PARKED_EVERY = 40, 4  # tokens of an answer; steps
+JUNK = 0x41  # every byte of pages that a parked request left
+WORDS = random.Random(3)
+PROMPTS = [[WORDS.randrange(3, 500) for _ in range(length)] for length in (5, 70, 200, 333)]
+models = pytest.mark.parametrize("name", HYBRIDS)
+
+
+class Hybrids:
+    """Engines of each model over two pools and one host cache, as in two runtimes of a host."""
+
+    def __init__(self, folder: Path) -> None:
+        from runtime.engine.builder import Builder
+
+        self.builds = [Builder(POOL_BYTES, HOST_BYTES)]
+        self.builds.append(Builder(POOL_BYTES, HOST_BYTES, self.builds[0].images.fd))
+        self.folders = {name: write_hybrid(folder / name, name) for name in HYBRIDS}
+        dtypes = {name: dtype(name) for name in HYBRIDS}
+        self.said: Tokens = ask_bare_vllm(
+            self.folders, dtypes, PROMPTS, MOST, {name: settings(name) for name in HYBRIDS}
+        )
+        self.engines: dict[tuple[str, int], VllmEngine] = {}
+
+    def engine(self, name: str, runtime: int = 0) -> VllmEngine:
+        if (name, runtime) not in self.engines:
+            asked = msgspec.structs.replace(spec(self.folders[name]), dtype=dtype(name))
+            self.engines[name, runtime] = self.builds[runtime].build(asked, **settings(name))
+        return self.engines[name, runtime]
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+        for build in reversed(self.builds):
+            assert build.pages_used() == 0
+            build.close()
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrids]:
+    hybrids = Hybrids(tmp_path_factory.mktemp("hybrids"))
+    yield hybrids
+    hybrids.close()
+
+
+def scribble(device: DevicePool) -> None:
+    """Overwrite every free page of the device."""
+    device.settle(30)
+    size = device.stats().pages_free * device.page_bytes
+    reservation = device.reserve(size)
+    reservation.map(0, size, 30)
+    reservation.view(0, size)[:] = bytes([JUNK]) * size
+    reservation.unmap(0, size)
+    reservation.release()
+    device.settle(30)
+
+
+def question(number: int) -> bytes:
+    return payload(PROMPTS[number], f"salt {number}", temperature=0, max_tokens=MOST, ignore_eos=True)
+
+
+def answers(engine: VllmEngine, numbers: list[int], parked_every: int = 0) -> list[list[int]]:
+    """Tokens for the prompts `numbers` in one batch. The engine is parked every `parked_every` steps (0: never)."""
+    made: dict[str, list[int]] = {str(number): [] for number in numbers}
+    engine._scheduler.reset_prefix_cache()
+    for number in numbers:
+        engine.add(RequestId(str(number)), question(number))
+    steps = 0
+    while engine.busy():
+        for output in engine.step():
+            made[output.request] += output.tokens
+        engine.grow(max(0, engine.held().kv_wanted - engine.held().kv))
+        steps += 1
+        if parked_every and steps % parked_every == 0:
+            asleep(engine)
+            scribble(engine.kv.reservation.device)
+            awake(engine, engine.held().kv_wanted)
+    return list(made.values())
+
+
+def batches(name: str) -> list[list[int]]:
+    """Prompts asked together: in 16 bits, rounding makes answers depend on the batch."""
+    numbers = list(range(len(PROMPTS)))
+    return [[number] for number in numbers] if name in ROUNDED else [numbers]
+
+
+@models
+def test_a_model_says_what_bare_vllm_says_however_often_it_is_parked(hybrids: Hybrids, name: str) -> None:
+    engine = hybrids.engine(name)
+    awake(engine, 8)
+    assert engine.check() is None
+    for numbers in batches(name):
+        expected = [hybrids.said[name][number] for number in numbers]
+        assert answers(engine, numbers) == expected
+        assert answers(engine, numbers, PARKED_EVERY) == expected, "parked in mid-answer"
+    asleep(engine)
+    assert engine._scheduler.recomputed == 0 and engine._scheduler._slabs.taken == 0
+    assert hybrids.builds[0].pages_used() == 0
+    assert all(len(set(said)) > 5 for said in hybrids.said[name]), "an answer that repeats itself proves nothing"
+
+
+@models
+def test_a_request_goes_on_at_another_runtime(hybrids: Hybrids, name: str) -> None:
+    source, target = hybrids.engine(name), hybrids.engine(name, runtime=1)
+    awake(source, 8)
+    awake(target, 8)
+    assert source.kv_form == target.kv_form
+    id, made, staged = RequestId("moving"), list[Output](), list[int]()
+    source.add(id, question(3))
+    while len(made) < MOST // 2:
+        made += source.step()
+        source.grow(max(0, source.held().kv_wanted - source.held().kv))
+        if made and (more := source.copy(id, len(staged))):
+            staged += more
+    assert target.prepare(id, question(3), len(PROMPTS[3]) + MOST)
+    until(lambda: source.copied(id))
+    assert target.copy(id, 0, staged) is not None
+    while (departure := source.commit(id)) is None:
+        pass
+    assert departure.host[: len(staged)] == staged
+    assert target.copy(id, len(staged), departure.host[len(staged) :]) is not None
+    target.commit(id, departure)
+    until(lambda: target.copied(id))
+    source.abort([id])
+    while target.busy():
+        made += target.step()
+    assert tokens(made) == hybrids.said[name][3]
+    asleep(source)
+    asleep(target)
+
+
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if name not in ROUNDED])
+def test_a_request_of_a_dead_runtime_goes_on(hybrids: Hybrids, name: str) -> None:
+    engine, said = hybrids.engine(name), hybrids.said[name][2]
+    awake(engine, 32)
+    engine._scheduler.reset_prefix_cache()
+    engine.add(RequestId("begun"), question(2), said[: MOST // 2])
+    made = [token for _ in iter(engine.busy, False) for output in engine.step() for token in output.tokens]
+    asleep(engine)
+    assert said[: MOST // 2] + made == said
+
+
+def test_a_model_with_state_outside_the_blocks_is_refused(
+    hybrids: Hybrids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = PooledWorker.initialize_from_config
+
+    def begin_with_a_cache_of_its_own(worker: PooledWorker, config: KVCacheConfig) -> None:
+        begin(worker, config)
+        layers = worker.vllm_config.compilation_config.static_forward_context
+        layer = next(layer for layer in layers.values() if isinstance(layer, Attention))
+        layer.kv_cache = torch.zeros_like(layer.kv_cache)
+
+    monkeypatch.setattr(PooledWorker, "initialize_from_config", begin_with_a_cache_of_its_own)
+    with pytest.raises(EngineError, match="kept outside the blocks"):
+        hybrids.builds[0].build(spec(write_hybrid(tmp_path, "gemma3_text", seed=4)), **settings("gemma3_text"))
+    assert hybrids.builds[0].pages_used() == 0
+
+
+def test_a_model_with_an_unknown_kind_of_cache_is_refused_before_its_weights_are_read(
+    hybrids: Hybrids, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    monkeypatch.delitem(groups.KINDS, SlidingWindowSpec)
+    with pytest.raises(EngineError, match=r"layers\.0\.self_attn\.attn keeps a SlidingWindow: only FullAttention"):
+        hybrids.builds[0].build(spec(write_hybrid(tmp_path, "gemma3_text", seed=5)), lambda done, _: read.append(done))
+    assert not any(read) and hybrids.builds[0].pages_used() == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "kib"), [("gpt_oss", 8448), ("gemma3_text", 4480)])
+def test_windows_give_back_the_blocks_behind(hybrids: Hybrids, tmp_path: Path, name: str, kib: int) -> None:
+    """`kib`: memory of a request of 4,097 tokens. A window holds two blocks."""
+    asked = spec(write_hybrid(tmp_path, name, context=8192), max_model_len=4608)
+    engine = hybrids.builds[0].build(asked, **settings(name) | {"max_num_batched_tokens": 512})
+    awake(engine, 16)
+    engine.add(RequestId("long"), payload(WORDS.choices(range(3, 500), k=4096), temperature=0, max_tokens=9))
+    while not any(output.tokens for output in engine.step()):
+        engine.grow(max(0, engine.held().kv_wanted - engine.held().kv))
+    engine.step()  # the step after the prefill gives back what the last piece needed
+    blocks, block_kib = 1 + engine._scheduler.blocks.used_blocks, engine.kv.block_bytes >> 10
+    engine.close()
+    assert abs(blocks * block_kib - kib) <= block_kib
