@@ -1,6 +1,6 @@
 """Makes torchvision importable beside a CPU build of torch: run by `make setup` and by the images for CPUs.
 
-The public index has torchvision for CUDA only. Its library of operators needs a torch for CUDA, and without the library
+The public index has torchvision for CUDA only. The library of operators needs a torch for CUDA, and without the library
 `import torchvision` fails where torchvision describes the operators `nms` and `qnms`. vLLM's picture processors use
 torchvision's transforms, which are written in Python, and no operator. The script therefore declares the two operators
 in torchvision's file, so that the import succeeds; a call of the operators still fails, and says so. The declaration
