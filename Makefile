@@ -15,13 +15,14 @@ help: ## this list
 
 setup: $(VENV)/.ready ## make .venv with the locked dependencies and the staccato command, build the memory library
 	@$(MAKE) --silent --no-print-directory -C csrc
-$(VENV)/.ready: requirements.lock pyproject.toml
+$(VENV)/.ready: requirements.lock pyproject.toml deploy/torchvision_alone.py
 	@"$(PYTHON)" -c '$(ENOUGH)' 2>/dev/null || \
 		{ echo "Python 3.11 or newer is needed: install it, or say where it is with make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" || \
 		$(BIN)/pip install --quiet --disable-pip-version-check --index-url "$(TORCH_INDEX)" "$(TORCH)"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
+	$(BIN)/python deploy/torchvision_alone.py
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 

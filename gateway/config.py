@@ -87,9 +87,10 @@ class Settings(BaseSettings):
     # Largest extent of a request; a larger request gets a 400 that names the number:
     answers_max: int = Field(ExtentLimits.answers_max, ge=1)  # sequences: `n` times prompts
     messages_max: int = Field(ExtentLimits.messages_max, ge=1)
+    pictures_max: int = Field(ExtentLimits.pictures_max, ge=0)
     logprobs_max: int = Field(ExtentLimits.logprobs_max, ge=0)  # per generated token
     prompt_logprobs_max: int = Field(ExtentLimits.prompt_logprobs_max, ge=0)  # per token of the prompt
-    # Text of prompt, messages, input, tools and similar fields.
+    # Text of prompt, messages, input, tools and similar fields, pictures aside.
     text_bytes_max: ByteSize = ByteSize(ExtentLimits.text_bytes_max)
     # Text of these fields if the request generates no tokens.
     tokenize_bytes_max: ByteSize = ByteSize(ExtentLimits.tokenize_bytes_max)

@@ -37,6 +37,7 @@ from store.db import deployments, models, tenants
 from store.db.database import now_us
 from store.db.deployments import engine_of
 from store.db.models import StoredModel
+from store.files.architectures import refusal
 
 
 class NewDeployment(Spec, frozen=True, kw_only=True):
@@ -350,6 +351,8 @@ async def model_for(
         if model.state == "refused":
             raise invalid("/model", f"model {model.name!r} was refused: {model.reason}")
         raise Problem(409, "model_importing", f"model {model.name!r} is still imported: try again", headers=_SOON)
+    if why := refusal(model.artefact.architecture, None):  # registered with an earlier version
+        raise invalid("/model", f"model {model.name!r}: {why}")
     if (tokens := spec.max_model_len) and tokens > model.artefact.context_tokens:
         raise invalid("/max_model_len", f"{tokens} tokens, {model.name!r} takes {model.artefact.context_tokens}")
     one_of("/tool_parser", spec.tool_parser, serving.tool_parsers)

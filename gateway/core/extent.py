@@ -1,4 +1,4 @@
-"""How much one request may ask for: answers, messages, logprobs, bytes of text and of a grammar.
+"""How much one request may ask for: answers, messages, pictures, logprobs, bytes of text and of a grammar.
 
 vLLM parses, tokenises and fans out on the loop that serves every tenant, so the extent of a request is measured before
 vLLM sees the request. Pure: a body in, the first bound that the body exceeds out.
@@ -20,9 +20,10 @@ class ExtentLimits:
     # Generated sequences: `n` times the prompts of the body. 128 held up a stream of another model for 112 ms.
     answers_max: int = 64
     messages_max: int = 2048
+    pictures_max: int = 16
     logprobs_max: int = 20  # alternatives per generated token
     prompt_logprobs_max: int = 1  # alternatives per token of the prompt
-    # Text to tokenise in the body: tokenising 1 MiB holds the interpreter for up to 90 ms.
+    # Text to tokenise in the body, pictures aside: tokenising 1 MiB holds the interpreter for up to 90 ms.
     text_bytes_max: int = 1 << 20
     tokenize_bytes_max: int = 128 << 10  # if the request generates nothing: 256 KiB took the gateway 182 ms of CPU time
     grammar_bytes_max: int = 32 << 10  # grammar for the generated text
@@ -45,6 +46,35 @@ class Excess:
 NOTHING = Raw()  # a field missing in the body
 
 
+class ContentPart(msgspec.Struct):
+    """A part of a message's content. Only a part with a picture has a size besides its text."""
+
+    type: Raw = NOTHING
+    image_url: Raw = NOTHING  # a picture of /v1/chat/completions or /v1/responses
+    source: Raw = NOTHING  # a picture of /v1/messages, if the type says so
+    content: list[ContentPart | str] | str | None = None  # parts of a tool's result, in /v1/messages
+
+    def pictures(self) -> Iterator[int]:
+        """Yield the number of bytes of each picture in the part."""
+        if bytes(self.image_url):
+            yield len(bytes(self.image_url))
+        elif bytes(self.type) == b'"image"':
+            yield len(bytes(self.source))
+        yield from _pictures_of(self.content)
+
+
+class SaidMessage(msgspec.Struct):
+    """A message of a conversation, as far as the message may have pictures."""
+
+    content: list[ContentPart | str] | str | None = None
+
+
+def _pictures_of(content: list[ContentPart | str] | str | None) -> Iterator[int]:
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, ContentPart):
+            yield from part.pictures()
+
+
 class BodyExtent(msgspec.Struct):
     """Fields of a body that determine its extent, unparsed; vLLM checks their meaning."""
 
@@ -55,6 +85,8 @@ class BodyExtent(msgspec.Struct):
     best_of: Raw = NOTHING
     prompt: Raw = NOTHING
     messages: Raw = NOTHING
+    mm_processor_kwargs: Raw = NOTHING  # vLLM's settings for preparing pictures, with media_io_kwargs
+    media_io_kwargs: Raw = NOTHING
     input: Raw = NOTHING
     system: Raw = NOTHING  # /v1/messages
     instructions: Raw = NOTHING  # /v1/responses
@@ -107,6 +139,10 @@ def _measured(ask: BodyExtent, limits: ExtentLimits, repeats: bool) -> Iterator[
     what = "logprobs a token of the prompt"
     yield Excess("prompt_logprobs", of_prompt, limits.prompt_logprobs_max, what, "prompt_logprobs_max")
     sizes = {field: len(bytes(getattr(ask, field))) for field in TEXTS}
+    for field in ("messages", "input"):
+        pictures = _pictures(getattr(ask, field))
+        yield Excess(field, len(pictures), limits.pictures_max, "pictures", "pictures_max")
+        sizes[field] -= sum(pictures)
     setting = "tokenize_bytes_max" if repeats else "text_bytes_max"
     largest = max(sizes, key=sizes.__getitem__)
     yield Excess(largest, sum(sizes.values()), getattr(limits, setting), "bytes of text", setting)
@@ -142,6 +178,18 @@ def _talks(raw: Raw) -> list[int]:
     except (msgspec.DecodeError, RecursionError):
         return []
     return [_items(item) for item in items if bytes(item)[:1] == b"["]
+
+
+def _pictures(raw: Raw) -> list[int]:
+    """Return the bytes of each picture in messages or conversations; [] for messages of a wrong form."""
+    if b'"image' not in bytes(raw):
+        return []
+    try:
+        said = msgspec.json.decode(bytes(raw), type=list[SaidMessage | list[SaidMessage]])
+    except (msgspec.DecodeError, RecursionError):
+        return []
+    messages = (message for item in said for message in (item if isinstance(item, list) else [item]))
+    return [size for message in messages for size in _pictures_of(message.content)]
 
 
 def _prompts(raw: Raw) -> int:

@@ -23,6 +23,7 @@ from gateway.streams.runtimes import RuntimesView
 from store.contract.priorities import Priority, priority
 
 NAMES_MOST = 8  # deployments that an error names
+PREPARING = ("mm_processor_kwargs", "media_io_kwargs")  # a client could have a picture made as large as it likes
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,10 @@ def _read(body: bytes, extent: ExtentLimits, repeats: bool) -> tuple[BodyExtent,
         name = msgspec.json.decode(ask.model, type=str | None) if ask.model else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Problem(400, "invalid_json", f"the body is not the JSON object expected: {error}") from error
+    for field in PREPARING:
+        if (bytes(getattr(ask, field)) or b"null") not in (b"null", b"{}"):
+            remedy = "the model's own settings prepare pictures: leave the field out"
+            raise Problem(400, "invalid_request", f"`{field}`: {remedy}", [Fault(f"/{field}", "not taken")])
     if excess := first_excess(ask, extent, repeats):
         remedy = f"ask for less, or have the operator raise STACCATO_{excess.setting.upper()}"
         raise Problem(

@@ -25,7 +25,8 @@ from gateway.ops.variables import unknown
 
 PYTHON_LEAST = (3, 11)
 VLLM, TORCH = "0.32", "2.13"  # releases for which runtime/engine is written; the lock has the same releases
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+TORCHVISION = "0.28"  # made for the release of torch: vLLM prepares pictures with torchvision
+UNWANTED = ("torchaudio", "torchcodec")
 LIBRARY = Path(__file__).parents[2] / "csrc/build/libstaccato_memory.so"
 COMPILERS = ("c++", "g++", "clang++")
 NATS_PAYLOAD_LEAST = 1 << 20
@@ -50,6 +51,7 @@ def examine(settings: Settings) -> list[Finding]:
         memory_library(),
         vllm(),
         torch(),
+        torchvision(),
         unwanted(),
         variables(os.environ),
         data(settings),
@@ -98,6 +100,13 @@ def torch() -> Finding:
     found = installed("torch")
     ok = found is not None and release(found) == TORCH
     return Finding("torch", ok, found or "not installed", f"torch {TORCH} is needed: `make setup`")
+
+
+def torchvision() -> Finding:
+    found = installed("torchvision")
+    ok = found is not None and release(found) == TORCHVISION
+    fix = f"torchvision {TORCHVISION} is needed for models that see pictures: `make setup`"
+    return Finding("torchvision", ok, found or "not installed", fix)
 
 
 def unwanted() -> Finding:

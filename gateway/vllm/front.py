@@ -65,7 +65,7 @@ from gateway.inference.timing import Timing
 from gateway.streams.dispatch import Dispatcher, Unserved
 from gateway.streams.relay import Relay, RuntimeRefused
 from gateway.streams.runtimes import RuntimesView
-from gateway.vllm import templates
+from gateway.vllm import pictures, templates
 from gateway.vllm.threads import TenantThreads, TooManyWaiting
 from store.bus import TooLarge
 from store.contract import wire
@@ -160,6 +160,7 @@ class BusCore:
         context = CONTEXT.get()
         await self._reserve(context, request)
         request.cache_salt, request.priority = context.cache_salt, 0
+        request.mm_features = pictures.of_tenant(request.mm_features or [], context.cache_salt) or None
         (payload,) = self._encoder.encode(request)
         sampling = request.sampling_params
         run = wire.Run(

@@ -10,6 +10,7 @@ os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", HF_HUB_OFFLINE="1",
 os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"  # overrules the environment: logs of lower levels carry requests
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # if set, overrules the kv_cache_memory_bytes of each engine
 os.environ["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"] = "8"  # s, waiting for a front's rendering thread included
+CONNECTOR = os.environ["VLLM_MEDIA_CONNECTOR"] = "staccato"  # gateway/vllm/pictures.py: vLLM's own fetches any address
 
 import vllm
 from vllm.engine.arg_utils import EngineArgs
@@ -18,6 +19,8 @@ from runtime.core.engine import EngineError
 from store.contract.wire import EngineSpec
 
 RENDER_WAIT_S = int(os.environ["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"])
+# Media that no model gets, by vLLM's names; gateway/core/extent.py bounds the pictures of a request.
+NOT_SEEN: dict[str, int | dict[str, int]] = {"audio": 0, "video": 0}
 VERSION_LEAST, VERSION_BELOW = (0, 32, 0), (0, 33, 0)
 
 
@@ -44,5 +47,8 @@ def engine_args(spec: EngineSpec, load_format: str = "safetensors", **more: Any)
         enable_prefix_caching=True,
         disable_log_stats=True,
         seed=0,
+        limit_mm_per_prompt=NOT_SEEN,
+        # vLLM's front half would leave out pictures that its engine has seen: here a request may go to any runtime.
+        mm_processor_cache_gb=0,
         **more,
     )

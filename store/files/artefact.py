@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from store.files import safetensors
+from store.files.architectures import ModelForm, refusal
 
 CONFIG_MOST = 4 << 20  # bytes of a config file
 TOKENIZER_MOST = 128 << 20
@@ -28,6 +29,7 @@ CONFIGS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "processor_config.json",
     "chat_template.json",
 )
@@ -115,7 +117,7 @@ def settings(folder: Path, supported: frozenset[str]) -> list[str] | None:
 # ── config.json, as far as it concerns us ─────────────────────────────────────────────────────────────────────────────
 
 
-class TextConfig(msgspec.Struct, frozen=True):
+class TextConfig(ModelForm, frozen=True):
     """Sizes of the language model, under the names used by the families of models."""
 
     num_hidden_layers: int | None = None
@@ -124,7 +126,6 @@ class TextConfig(msgspec.Struct, frozen=True):
     num_attention_heads: int | None = None
     n_head: int | None = None
     num_key_value_heads: int | None = None
-    head_dim: int | None = None
     hidden_size: int | None = None
     n_embd: int | None = None
     layer_types: list[str] | None = None
@@ -287,6 +288,8 @@ class _Folder:
             raise ArtefactRefused(
                 f"architecture {config.architectures[0]!r} is not one that this version's vLLM serves"
             )
+        if why := refusal(config.architectures[0], config.text_config or config):
+            raise ArtefactRefused(why)
         return config
 
     def _check_tokenizer(self) -> None:

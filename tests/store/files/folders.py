@@ -13,7 +13,7 @@ LLAMA = {
     "hidden_size": 256,
     "max_position_embeddings": 2048,
 }
-SUPPORTED = frozenset({"LlamaForCausalLM", "OPTForCausalLM", "DeepseekV2ForCausalLM", "Gemma3ForConditionalGeneration"})
+SUPPORTED = frozenset({"LlamaForCausalLM", "OPTForCausalLM", "Gemma3ForConditionalGeneration"})
 
 
 def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int], int]]) -> None:

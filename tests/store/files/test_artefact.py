@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from store.files.artefact import ArtefactRefused, inspect
+from store.files.architectures import TABLE
+from store.files.artefact import ArtefactRefused, inspect, settings
 from store.files.safetensors import Broken, read_header
 from tests.store.files.folders import LLAMA, SUPPORTED, write_model, write_safetensors
 
@@ -63,7 +64,7 @@ def test_every_byte_is_counted_as_progress(tmp_path: Path) -> None:
         ({"architectures": ["OPTForCausalLM"], "n_layer": 2, "n_head": 4, "n_embd": 64}, 2 * 2 * 64),
         (
             {
-                "architectures": ["DeepseekV2ForCausalLM"],
+                "architectures": ["LlamaForCausalLM"],
                 "num_hidden_layers": 3,
                 "num_attention_heads": 16,
                 "hidden_size": 128,
@@ -264,6 +265,40 @@ def test_what_can_not_be_served_is_refused_with_the_reason(tmp_path: Path, case:
     damage(write_model(tmp_path))
     with pytest.raises(ArtefactRefused, match=reason):
         inspect(tmp_path, SUPPORTED)
+
+
+NOT_SERVED: dict[str, tuple[dict[str, object], str]] = {
+    "embeddings": ({"architectures": ["BertModel"]}, "BertModel is not served yet: .* embeddings"),
+    "draft": ({"architectures": ["EagleLlamaForCausalLM"]}, "deploy the larger model alone"),
+    "speech": ({"architectures": ["WhisperForConditionalGeneration"]}, "not served yet: an encoder"),
+    "state without layers and heads": ({"architectures": ["Mamba2ForCausalLM"]}, "a state for each request"),
+    "state beside attention": ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "a state for each request"),
+    "latent": ({"architectures": ["LongcatFlashForCausalLM"]}, "a latent vector for each token"),
+    "name inside vLLM": ({"architectures": ["TransformersForCausalLM"]}, "the model's original config.json"),
+    "layers with a state": ({"layer_types": ["full_attention", "linear_attention"]}, "a state for each request"),
+    "layers of a text model": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": LLAMA | {"layer_types": ["conv"]}},
+        "a state for each request",
+    ),
+    "sparse layers": ({"layer_types": ["indexed_attention"]}, "sparse attention keeps an index"),
+    "encoder and decoder": ({"is_encoder_decoder": True}, "an encoder reads the input"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_SERVED)
+def test_a_model_that_is_not_served_yet_is_refused_before_a_weight_is_read(tmp_path: Path, case: str) -> None:
+    config, reason = NOT_SERVED[case]
+    (write_model(tmp_path, LLAMA | config) / "model.safetensors").unlink()
+    with pytest.raises(ArtefactRefused, match=reason):
+        settings(tmp_path, frozenset(TABLE))
+    with pytest.raises(ArtefactRefused, match=reason):
+        inspect(tmp_path, frozenset(TABLE))
+
+
+@pytest.mark.parametrize("kinds", [["attention", "attention"], ["mamba", "attention"]])
+def test_a_hybrid_is_served_with_and_without_layers_that_keep_a_state(tmp_path: Path, kinds: list[str]) -> None:
+    config = LLAMA | {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": kinds}
+    assert inspect(write_model(tmp_path, config), frozenset(TABLE)).architecture == "GraniteMoeHybridForCausalLM"
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

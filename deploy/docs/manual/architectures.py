@@ -1,0 +1,60 @@
+"""Writes `architectures.md`, beside this file: the table of `store/files/architectures.py` for people."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from store.files.architectures import TABLE, Served, Support
+
+PAGE = Path(__file__).with_suffix(".md")
+INTRODUCTION = """\
+# Architectures
+
+This page says which architectures of models Staccato serves. The architecture is the name under `architectures` in a
+model's `config.json`. The gateway refuses other models, with the reasons below, when a model is registered or imported,
+before any weight is read or fetched.
+
+The page is written by `python deploy/docs/manual/architectures.py` from the table in `store/files/architectures.py`. A
+test holds the table against the names in vLLM's registry.
+
+- **Measured**: the model's tokens were compared with those of bare vLLM, and were equal, also after the model had been
+  parked in mid-answer. The models measured were tiny, with random weights, on CPUs.
+- **Expected**: the model keeps keys and values as measured models do, and nothing is known against the model. The
+  golden question of each build still finds a model that answers wrongly.
+
+Some architectures come in several forms. Staccato refuses these forms of architectures that are served otherwise:
+layers of linear attention, Mamba or convolution in architectures that are not measured with such layers, sparse
+attention with an index, and encoder-decoder models.
+"""
+
+
+def page() -> str:
+    """Return the text of the page."""
+    return "\n".join([INTRODUCTION, *_sections()])
+
+
+def _sections() -> Iterator[str]:
+    for support in (Support.SERVED, Support.PICTURES, Support.TEXT):
+        yield f"## {support.value.capitalize()}\n"
+        for measured, word in ((True, "Measured"), (False, "Expected")):
+            if names := [name for name, line in TABLE.items() if (line.support, line.measured) == (support, measured)]:
+                yield _listed(f"**{word}**{_why(TABLE[names[0]])}: ", names)
+    yield "## Not yet\n"
+    for reason in dict.fromkeys(line.reason for line in TABLE.values() if line.support is Support.NOT_YET):
+        names = [name for name, line in TABLE.items() if line.support is Support.NOT_YET and line.reason == reason]
+        yield _listed(f"{reason[0].upper()}{reason[1:]}: ", names)
+
+
+def _why(line: Served) -> str:
+    return f" ({line.reason})" if line.reason else ""
+
+
+def _listed(said: str, names: list[str]) -> str:
+    text = said + ", ".join(f"`{name}`" for name in sorted(names, key=str.lower)) + "."
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,218 @@
+"""Architectures of models that are served: one table of the names in vLLM's registry, with a reason for each refusal.
+
+A model's config.json names an architecture. vLLM's registry says which names vLLM can load; the table says which of the
+names Staccato serves, and config.json says in which form the model comes. `refusal` is asked before a weight is fetched
+or read. `deploy/docs/manual/architectures.md` shows the table, and a test compares the table with vLLM's registry.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+
+class Support(Enum):
+    """Staccato's support of an architecture. The value is the word that people read."""
+
+    SERVED = "served"
+    PICTURES = "served, with pictures"
+    TEXT = "served as text"
+    NOT_YET = "not yet"
+
+
+class Served(msgspec.Struct, frozen=True):
+    """A line of the table: the support of an architecture, and the reason why Staccato does no more."""
+
+    support: Support
+    measured: bool = False  # the tokens were equal to bare vLLM's
+    reason: str = ""
+
+
+class ModelForm(msgspec.Struct, frozen=True):
+    """Fields of config.json, or of its text_config, that decide whether an architecture is served in this form."""
+
+    layer_types: Any = None  # a kind for each layer
+    is_encoder_decoder: Any = None
+
+
+NO_TEXT = "the model makes embeddings, scores or labels, and no text, and Staccato has no endpoint for these answers"
+DRAFTS = "the model drafts tokens for a larger model, and Staccato does not run drafts: deploy the larger model alone"
+INSIDE = "the name is one that vLLM uses inside: give the model's original config.json"
+UNTRIED = "and answers of this architecture were never compared with those of bare vLLM"
+STATE = f"some layers keep a state for each request (Mamba, linear attention, convolution), {UNTRIED}"
+LATENT = f"the model keeps a latent vector for each token (MLA), {UNTRIED}"
+SPARSE = "the model's sparse attention keeps an index or a compressed copy beside keys and values"
+SPEECH = "the model writes down speech, and Staccato has no endpoint that takes sound"
+ENCODER = "an encoder reads the input, and a decoder keeps the encoder's keys and values for each request"
+ACTIONS = "the model answers with a robot's actions, and Staccato has no endpoint for these answers"
+DIFFUSION = "the model writes many tokens at a time by diffusion, and Staccato's steps make tokens one after another"
+UNLOADED = "this version's vLLM does not load the model as published: wait for another version of vLLM"
+LACKING = "vLLM's code of the model needs a package (timm or torchaudio) that Staccato's set-up leaves out"
+DEAF = "sound and video are left out"
+
+_TEXT_MEASURED = """
+ApertusForCausalLM ArceeForCausalLM BloomForCausalLM Cohere2ForCausalLM CohereForCausalLM Ernie4_5ForCausalLM
+Ernie4_5_MoeForCausalLM Exaone4ForCausalLM FalconForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM
+GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM Gemma4ForCausalLM GemmaForCausalLM
+Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
+HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM Llama4ForCausalLM LlamaForCausalLM MiniCPM3ForCausalLM
+MistralForCausalLM MixtralForCausalLM NemotronForCausalLM OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
+OlmoForCausalLM OlmoeForCausalLM Phi3ForCausalLM PhiForCausalLM PhiMoEForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM
+Qwen3ForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
+"""
+_STATES_MEASURED = "FalconH1ForCausalLM GraniteMoeHybridForCausalLM NemotronHForCausalLM Qwen3NextForCausalLM"
+_LATENT_MEASURED = "DeepseekV2ForCausalLM DeepseekV3ForCausalLM"
+_TEXT = """
+AfmoeForCausalLM BailingMoeForCausalLM BailingMoeV2ForCausalLM ChatGLMForConditionalGeneration ChatGLMModel
+Cohere2MoeForCausalLM CwmForCausalLM DeciLMForCausalLM DeepseekForCausalLM ExaoneForCausalLM ExaoneMoEForCausalLM
+ExaoneMoeForCausalLM FlexOlmoForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM
+HYV3ForCausalLM HrmTextForCausalLM HyperCLOVAXForCausalLM IQuestCoderForCausalLM IQuestLoopCoderForCausalLM
+InklingForCausalLM InternLM2ForCausalLM InternLM3ForCausalLM Jais2ForCausalLM K2HorizonForCausalLM LLaMAForCausalLM
+LagunaForCausalLM MellumForCausalLM MiMoForCausalLM MiMoV2FlashForCausalLM MiMoV2ForCausalLM MiniCPMForCausalLM
+Ministral3ForCausalLM NanbeigeForCausalLM OrionForCausalLM PanguEmbeddedForCausalLM PanguProMoEV2ForCausalLM
+Param2MoEForCausalLM Plamo3ForCausalLM Rnj1ForCausalLM SarvamMoEForCausalLM SolarForCausalLM Step1ForCausalLM
+Step3TextForCausalLM Step3p5ForCausalLM TeleChat2ForCausalLM TeleChat3ForCausalLM TeleFLMForCausalLM
+VaultGemmaForCausalLM
+"""
+_PICTURES_MEASURED = """
+Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration SmolVLMForConditionalGeneration
+"""
+_PICTURES = """
+AriaForConditionalGeneration BagelForConditionalGeneration BeeForConditionalGeneration Blip2ForConditionalGeneration
+Cohere2VisionForConditionalGeneration CohereCompassForConditionalGeneration Cosmos3EdgeForConditionalGeneration
+Cosmos3ForConditionalGeneration DeepseekOCR2ForCausalLM DeepseekOCRForCausalLM DotsOCRForCausalLM
+Eagle2_5_VLForConditionalGeneration Emu3ForConditionalGeneration Ernie4_5_VLMoeForConditionalGeneration
+Exaone4_5_ForConditionalGeneration GLM4VForCausalLM Gemma3ForConditionalGeneration Glm4vForConditionalGeneration
+Glm4vMoeForConditionalGeneration GlmOcrForConditionalGeneration Granite4VisionForConditionalGeneration H2OVLChatModel
+HCXVisionV2ForCausalLM HfMoondream HunYuanVLForConditionalGeneration Idefics3ForConditionalGeneration
+InklingForConditionalGeneration InternS1ForConditionalGeneration InternS1ProForConditionalGeneration InternVLChatModel
+InternVLForConditionalGeneration IsaacForConditionalGeneration KeyeForConditionalGeneration
+KeyeVL1_5ForConditionalGeneration LightOnOCRForConditionalGeneration Llama4ForConditionalGeneration
+Llama_Nemotron_Nano_VL LlavaForConditionalGeneration LlavaNextForConditionalGeneration
+LlavaOnevision2ForConditionalGeneration LlavaOnevisionForConditionalGeneration MiniCPMV Mistral3ForConditionalGeneration
+Molmo2ForConditionalGeneration MolmoForCausalLM Moondream3ForCausalLM MuseGlimmerForCausalLM
+MuseGlimmerForConditionalGeneration NVLM_D OpenCUAForConditionalGeneration OpenPanguVLForConditionalGeneration Ovis
+Ovis2_5 Ovis2_6ForCausalLM Ovis2_6_MoeForCausalLM PaddleOCRVLForConditionalGeneration PaliGemmaForConditionalGeneration
+Phi3VForCausalLM Phi4ForCausalLMV PixtralForConditionalGeneration QianfanOCRForConditionalGeneration
+Qwen2VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration RForConditionalGeneration SkyworkR1VChatModel
+Step3VLForConditionalGeneration Step3p7ForConditionalGeneration StepVLForConditionalGeneration UnlimitedOCRForCausalLM
+"""
+_DEAF = """
+AudioFlamingo3ForConditionalGeneration FunAudioChatForConditionalGeneration Gemma3nForConditionalGeneration
+Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration GraniteSpeechForConditionalGeneration
+GraniteSpeechPlusForConditionalGeneration LlavaNextVideoForConditionalGeneration MiMoV2OmniForCausalLM MiniCPMO
+MoonshotKimiaForCausalLM MossAudioModel Phi4MMForCausalLM Qwen2AudioForConditionalGeneration
+Qwen2_5OmniForConditionalGeneration Qwen2_5OmniModel Qwen3OmniMoeForConditionalGeneration UltravoxModel
+VoxtralForConditionalGeneration
+"""
+_REFUSED = {
+    STATE: """
+BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM BailingMoeV3VLForConditionalGeneration FalconMambaForCausalLM
+Glm5NextForCausalLM Glm5NextForConditionalGeneration InternS2MobiusForConditionalGeneration
+InternS2PreviewForConditionalGeneration JambaForCausalLM KimiK3ForConditionalGeneration KimiLinearForCausalLM
+Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration Mamba2ForCausalLM MambaForCausalLM
+MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration NemotronHPuzzleForCausalLM
+NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2 NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3
+OlmoHybridForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM
+Qwen3_5MoeForConditionalGeneration Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration Zamba2ForCausalLM
+""",
+    LATENT: """
+AXK1ForCausalLM DeepseekVLV2ForCausalLM Glm4MoeLiteForCausalLM KimiK25ForConditionalGeneration
+KimiVLForConditionalGeneration LongcatFlashForCausalLM LongcatFlashNgramForCausalLM MistralLarge3ForCausalLM
+PanguUltraMoEForCausalLM SarvamMLAForCausalLM
+""",
+    SPARSE: """
+DeepseekV32ForCausalLM DeepseekV41ForCausalLM DeepseekV4ForCausalLM DeepseekV4ForConditionalGeneration
+Dots3NoteForCausalLM GlmMoeDsaForCausalLM HYV4ForCausalLM MiniMaxM3SparseForCausalLM
+MiniMaxM3SparseForConditionalGeneration
+""",
+    SPEECH: """
+FireRedASR2ForConditionalGeneration FunASRForConditionalGeneration GlmAsrForConditionalGeneration
+MossTranscribeDiarizeForConditionalGeneration Qwen3ASRForConditionalGeneration Qwen3ASRRealtimeGeneration
+VibeVoiceAsrForConditionalGeneration VoxtralRealtimeGeneration
+""",
+    ENCODER: "CohereAsrForConditionalGeneration NemotronParseForConditionalGeneration WhisperForConditionalGeneration",
+    ACTIONS: "OpenVLAForActionPrediction",
+    DIFFUSION: "DiffusionGemmaForBlockDiffusion",
+    LACKING: "KananaVForConditionalGeneration MiDashengLMModel",
+    UNLOADED: "DbrxForCausalLM MiniMaxM2ForCausalLM",
+    INSIDE: """
+TransformersEmbeddingModel TransformersForCausalLM TransformersForSequenceClassification TransformersMoEEmbeddingModel
+TransformersMoEForCausalLM TransformersMoEForSequenceClassification TransformersMultiModalEmbeddingModel
+TransformersMultiModalForCausalLM TransformersMultiModalForSequenceClassification TransformersMultiModalMoEForCausalLM
+""",
+    DRAFTS: """
+BailingMoeV25MTPModel BailingMoeV3MTPModel DFlash2DraftModel DFlashDraftModel DFlashLagunaForCausalLM
+DFlashMuseGlimmerAssistantModel DSparkDraftModel DSparkV41DraftModel DeepSeekMTPModel DeepSeekV4MTPModel
+DeepseekV32MTPModel Dots3NoteMTPModel Eagle3DeepseekV2ForCausalLM Eagle3DeepseekV3ForCausalLM Eagle3LlamaForCausalLM
+Eagle3MiniMaxM2ForCausalLM Eagle3Qwen2_5vlForCausalLM Eagle3Qwen3ForCausalLM Eagle3Qwen3vlForCausalLM
+EagleCohereForCausalLM EagleDeepSeekMTPModel EagleLlama4ForCausalLM EagleLlamaForCausalLM EagleMiniCPMForCausalLM
+EagleMistralForCausalLM EagleMistralLarge3ForCausalLM ErnieMTPModel Exaone4_5_MTP ExaoneMoeMTP ExtractHiddenStatesModel
+Gemma4DSparkModel Gemma4MTPModel Glm4MoeLiteMTPModel Glm4MoeMTPModel Glm5NextMTPModel GlmOcrMTPModel HYV3MTPModel
+HYV4MTPModel InklingMTPModel InternS2MobiusMTP K3DSparkModel KimiK3MTPModel LiLiCorrDraftModel LlamaForCausalLMEagle3
+LongCatFlashMTPModel MedusaModel MiMoMTPModel MiMoV2MTPModel MiMoV2OmniMTPModel MiniMaxM3MTP MuseGlimmerAssistantModel
+NemotronHMTPModel OpenPanguMTPModel PEagleDraftModel PeagleLlamaForCausalLM PeagleQwen3ForCausalLM Qwen3DSparkModel
+Qwen3NextMTP Qwen3OmniDSparkModel Qwen3_5MTP Qwen3_5MoeMTP Qwen4ExpMTP Step3p5MTP
+""",
+    NO_TEXT: """
+BertForMaskedLM BertForSequenceClassification BertForTokenClassification BertModel BertSpladeSparseEmbeddingModel
+BgeM3EmbeddingModel CLIPModel ClefOmniForJointSchema ColBERTJinaRobertaModel ColBERTLfm2Model ColBERTModernBertModel
+ColModernVBertForRetrieval ColPaliForRetrieval ColQwen3 ColQwen3_5 DeepseekV3BidirectionalModel EmbeddingGemma2Model
+GPT2ForSequenceClassification Gemma2Model Gemma3TextModel GteModel GteNewForSequenceClassification GteNewModel
+HF_ColBERT InternLM2ForRewardModel JambaForSequenceClassification JinaEmbeddingsV5Model JinaForRanking JinaVLForRanking
+LlamaBidirectionalForSequenceClassification LlamaBidirectionalModel LlamaModel LlamaNemotronVLForSequenceClassification
+LlamaNemotronVLModel MistralModel ModernBertForSequenceClassification ModernBertForTokenClassification ModernBertModel
+NomicBertModel OpenAIPrivacyFilterForTokenClassification OpsColQwen3Model Qwen2ForProcessRewardModel Qwen2ForRewardModel
+Qwen2Model Qwen3ASRForcedAlignerForTokenClassification Qwen3VLNemotronEmbedModel RobertaForMaskedLM
+RobertaForSequenceClassification RobertaForTokenClassification RobertaModel SiglipModel Terratorch
+VoyageQwen3BidirectionalEmbedModel XLMRobertaForSequenceClassification XLMRobertaForTokenClassification XLMRobertaModel
+""",
+}
+
+TABLE: dict[str, Served] = {
+    **dict.fromkeys(
+        [*_TEXT_MEASURED.split(), *_STATES_MEASURED.split(), *_LATENT_MEASURED.split()],
+        Served(Support.SERVED, measured=True),
+    ),
+    **dict.fromkeys(_TEXT.split(), Served(Support.SERVED)),
+    **dict.fromkeys(_PICTURES_MEASURED.split(), Served(Support.PICTURES, measured=True)),
+    **dict.fromkeys(_PICTURES.split(), Served(Support.PICTURES)),
+    **dict.fromkeys(_DEAF.split(), Served(Support.TEXT, reason=DEAF)),
+    **{name: Served(Support.NOT_YET, reason=why) for why, names in _REFUSED.items() for name in names.split()},
+}
+# Kinds of layers in config.json, by what they keep for a request.
+STATES = {"linear_attention", "mamba", "recurrent", "conv", "hybrid", "hybrid_sliding"}
+INDICES = {"indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention", "minimax_m3_sparse"}
+INDICES |= {"compressed_sparse_attention", "heavily_compressed_attention"}
+
+
+def refusal(architecture: str, form: ModelForm | None) -> str | None:
+    """Return why a model is not served, in words for whoever registers the model; None if the model is served.
+
+    Args:
+        architecture: the name in the model's config.json. For a name that the table lacks, only the form is judged.
+        form: fields of the language model's config; None if the form was judged before.
+    """
+    known = TABLE.get(architecture)
+    why = _of_form(form, architecture in _STATES_MEASURED.split()) if form else None
+    if why is None and known is not None and known.support is Support.NOT_YET:
+        why = known.reason
+    return f"{architecture} is not served yet: {why}" if why else None
+
+
+def _of_form(form: ModelForm, states: bool) -> str | None:
+    """Return why a form is not served of an architecture that is served in other forms; None if the form is served.
+
+    `states`: whether the architecture is served with layers that keep a state."""
+    kinds = (
+        {kind for kind in form.layer_types if isinstance(kind, str)} if isinstance(form.layer_types, list) else set()
+    )
+    if form.is_encoder_decoder is True:
+        return ENCODER
+    if kinds & STATES and not states:
+        return STATE
+    if kinds & INDICES:
+        return SPARSE
+    return None

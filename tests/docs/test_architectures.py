@@ -1,0 +1,26 @@
+"""The table of architectures has every name of vLLM's registry, and the page shows the table."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.docs.manual.architectures import PAGE, page
+from store.files.architectures import TABLE, Support
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM and torch
+
+
+def test_the_page_is_what_its_command_writes() -> None:
+    assert PAGE.read_text() == page()
+
+
+def test_the_table_has_the_names_of_vllms_registry() -> None:
+    from gateway.vllm.front import supported_architectures
+
+    assert set(TABLE) == supported_architectures()
+
+
+def test_what_is_not_served_has_a_reason_and_what_is_served_has_no_contradiction() -> None:
+    refused = [line for line in TABLE.values() if line.support is Support.NOT_YET]
+    assert refused and all(line.reason and not line.measured for line in refused)
+    assert all(not line.reason for line in TABLE.values() if line.support in (Support.SERVED, Support.PICTURES))
