@@ -128,6 +128,7 @@ class TextConfig(ModelForm, frozen=True):
     num_key_value_heads: int | None = None
     hidden_size: int | None = None
     n_embd: int | None = None
+    head_dim: int | None = None
     layer_types: list[str] | None = None
     layers_block_type: list[str] | None = None
     hybrid_override_pattern: str | None = None
