@@ -132,6 +132,7 @@ class PooledWorker(Worker):
         pages = groups.without_gaps(plan) if current_platform.is_cpu() and groups.latent(plan) else 1
         super().initialize_from_config(plan)
         if pages > 1:
+            assert isinstance(self.model_runner, PooledRunner)
             self.model_runner.number_pages(pages)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager[Any]:

@@ -139,9 +139,11 @@ def settings(name: str) -> dict[str, Any]:
     return {"max_num_batched_tokens": 128, "max_num_seqs": 8, **blocks}
 
 
-def write_hybrid(folder: Path, name: str, seed: int = 3, context: int = CONTEXT) -> Path:
-    """Write the folder of the model `name` of HYBRIDS, with random weights. Returns the folder."""
-    shape = ATTENTION | HYBRIDS[name] | {"max_position_embeddings": context}
+def write_hybrid(folder: Path, name: str, seed: int = 3, context: int = CONTEXT, **more: Any) -> Path:
+    """Write the folder of the model `name` of HYBRIDS, with random weights. Returns the folder.
+
+    `more`: values of config.json, in place of the values of HYBRIDS."""
+    shape = ATTENTION | HYBRIDS[name] | {"max_position_embeddings": context} | more
     if "rope_parameters" in shape:
         shape["rope_parameters"] = YARN | {"original_max_position_embeddings": context // 4}
     config = AutoConfig.for_model(name, **shape)
