@@ -177,7 +177,7 @@ def test_a_request_goes_on_at_another_runtime(hybrids: Hybrids, name: str) -> No
 @marked(name for name in HYBRIDS if name not in ROUNDED)
 def test_a_request_of_a_dead_runtime_goes_on(hybrids: Hybrids, name: str) -> None:
     engine, said = hybrids.engine(name), hybrids.said[name][2]
-    awake(engine, 32)
+    awake(engine, 8)
     engine._scheduler.reset_prefix_cache()
     engine.add(RequestId("begun"), question(2), said[: MOST // 2])
     made = [token for _ in iter(engine.busy, False) for output in engine.step() for token in output.tokens]
