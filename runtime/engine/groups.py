@@ -170,8 +170,10 @@ class Groups:
 
 def _group(group: KVCacheGroupSpec, config: VllmConfig) -> LayerGroup:
     spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
-    reach = getattr(spec, "sliding_window", 0) if type(spec) is SlidingWindowSpec else 0
-    if type(spec) is ChunkedLocalAttentionSpec:
+    reach = 0
+    if type(spec) is SlidingWindowSpec:
+        reach = spec.sliding_window + spec.extra_retained_tokens
+    elif type(spec) is ChunkedLocalAttentionSpec:
         reach = spec.attention_chunk_size
     most = -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
     return LayerGroup(KINDS[type(spec)], spec.block_size, reach, most, len(group.layer_names))
@@ -181,6 +183,8 @@ def check_kinds(specs: Mapping[str, KVCacheSpec]) -> None:
     """Refuse layers that keep something else than whole blocks of the pool.
 
     `specs`: vLLM's specs by name of the layer. Raises EngineError with the layer and the kind."""
+    if not specs:
+        raise EngineError("no layer of the model keeps a KV cache: the model makes no text token by token")
     for name, spec in ((name, inner) for name, outer in specs.items() for inner in iter_layer_specs(outer)):
         if type(spec) not in KINDS:
             kind = type(spec).__name__.removesuffix("Spec")

@@ -11,12 +11,10 @@ from collections.abc import Callable
 import torch
 from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
-from vllm.v1.worker.utils import AttentionGroup
 
 DRAW_BELOW = 2**31  # each token of a seeded request takes one number below this from the request's generator
 
@@ -47,31 +45,10 @@ class PooledRunner(CPUModelRunner):
         assert isinstance(runner, cls)
         return runner
 
-    def initialize_attn_backend(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False) -> None:
-        """Let layers share a plan of a step's attention only if the layers have equal sliding windows.
-
-        Without the hybrid manager vLLM puts layers with and without a window into a single group, and the group's plan
-        has no window. vLLM's kernel then reads a split of the KV cache in which a window hides every token, and the
-        answer is wrong: in batches, from the first token on beyond the window."""
-        super().initialize_attn_backend(kv_cache_config, is_profiling)
-        self.attn_groups[:] = [
-            [part for group in groups for part in self._by_window(group)] for groups in self.attn_groups
-        ]
-
     def number_pages(self, pages: int) -> None:
         """From now on give kernels numbers of pages: block b begins with page b × `pages`."""
         for table in self.input_batch.block_table.block_tables:
             PageTable.take_over(table, pages)
-
-    def _by_window(self, group: AttentionGroup) -> list[AttentionGroup]:
-        layers = self.compilation_config.static_forward_context
-        names: dict[object, list[str]] = {}
-        for name in group.layer_names:
-            window = getattr(getattr(layers[name], "impl", None), "sliding_window", None)
-            names.setdefault(window, []).append(name)
-        return [
-            AttentionGroup(group.backend, part, group.kv_cache_spec, group.kv_cache_group_id) for part in names.values()
-        ]
 
     def take_up(self, request: Request, generator_state: bytes) -> None:
         """Add a request begun elsewhere, as if this runner had made the request's output.

@@ -112,6 +112,29 @@ STATES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 32,
         "mamba_chunk_size": 64,
     },
+    "zamba2": {
+        "hybrid_layer_ids": [1, 3],
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "num_mem_blocks": 1,
+        "n_mamba_heads": 8,
+        "mamba_d_state": 32,
+        "mamba_ngroups": 1,
+        "mamba_expand": 2,
+        "num_key_value_heads": 4,
+        "attention_hidden_size": 512,
+        "attention_head_dim": 128,
+        "use_mem_rope": True,
+        "adapter_rank": 16,
+    },
+    "mamba2": {
+        "num_hidden_layers": 3,
+        "state_size": 32,
+        "num_heads": 8,
+        "head_dim": 64,
+        "n_groups": 1,
+        "expand": 2,
+        "chunk_size": 64,
+    },
 }
 LATENTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"q_lora_rank": None, "n_group": 1, "topk_group": 1, **LATENT},
@@ -125,6 +148,10 @@ LATENTS: dict[str, dict[str, Any]] = {
     },
 }
 HYBRIDS = WINDOWS | STATES | LATENTS
+WITHOUT = {  # values of ATTENTION that a config.json does not have
+    "zamba2": ("head_dim",),
+    "mamba2": ("num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings"),
+}
 CLASSES = {"llama4_text": "Llama4ForCausalLM", "gemma4_text": "Gemma4ForCausalLM"}  # architectures known to vLLM
 ROUNDED = ("qwen3_next", "deepseek_v2", "deepseek_v3")  # kernels for CPUs take 16 bits alone
 
@@ -139,12 +166,16 @@ def settings(name: str) -> dict[str, Any]:
     return {"max_num_batched_tokens": 128, "max_num_seqs": 8, **blocks}
 
 
-def write_hybrid(folder: Path, name: str, seed: int = 3, context: int = CONTEXT) -> Path:
-    """Write the folder of the model `name` of HYBRIDS, with random weights. Returns the folder."""
-    shape = ATTENTION | HYBRIDS[name] | {"max_position_embeddings": context}
+def write_hybrid(folder: Path, name: str, seed: int = 3, context: int = CONTEXT, **more: Any) -> Path:
+    """Write the folder of the model `name` of HYBRIDS, with random weights. Returns the folder.
+
+    `more`: values of config.json, in place of the values of HYBRIDS."""
+    shape = ATTENTION | {"max_position_embeddings": context} | HYBRIDS[name] | more
     if "rope_parameters" in shape:
         shape["rope_parameters"] = YARN | {"original_max_position_embeddings": context // 4}
-    config = AutoConfig.for_model(name, **shape)
+    config = AutoConfig.for_model(
+        name, **{key: value for key, value in shape.items() if key not in WITHOUT.get(name, ())}
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _model(config, name)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import (
@@ -30,7 +30,7 @@ from runtime.core.engine import EngineError
 from runtime.engine.groups import Groups, LayerGroup, LayerKind, check_kinds
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM and torch
-BLOCKS, ID = 4096, "r"
+BLOCKS, ID = 700, "r"
 HEADS = dict(num_kv_heads=1, head_size=8, dtype=torch.float32)
 
 
@@ -82,6 +82,7 @@ def step(manager: SingleTypeKVCacheManager, before: int, after: int) -> None:
     manager.num_cached_block.setdefault(ID, 0)
 
 
+@settings(max_examples=700)  # a thousand steps and more of each kind
 @given(shape=shapes(), pieces=st.lists(st.integers(1, 50), min_size=1, max_size=12))
 def test_a_group_holds_after_each_step_as_many_blocks_as_vllms_manager(shape: Shape, pieces: list[int]) -> None:
     manager, computed = managed(shape), 0
@@ -122,6 +123,8 @@ def test_settled_blocks_are_the_first_blocks_however_far_the_request_is(
 
 def test_kinds_that_cannot_be_parked_are_refused_by_name() -> None:
     check_kinds({"a": FullAttentionSpec(block_size=4, **HEADS)})
+    with pytest.raises(EngineError, match="no layer"):
+        check_kinds({})
     with pytest.raises(EngineError, match=r"layers\.1 keeps a CrossAttention"):
         check_kinds({"layers.1": CrossAttentionSpec(block_size=4, **HEADS)})
     with pytest.raises(EngineError, match="keeps a RSWA"):

@@ -7,7 +7,7 @@ device is overwritten: a block that was not brought back changes the answer.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,27 +27,42 @@ from tests.runtime.engines import asleep, awake, payload, spec, tokens, until
 from tests.runtime.hybrids import HYBRIDS, ROUNDED, dtype, settings, write_hybrid
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
-POOL_BYTES, HOST_BYTES = 128 << 20, 512 << 20
+POOL_BYTES, HOST_BYTES = 48 << 20, 512 << 20
 MOST, PARKED_EVERY = 40, 4  # tokens of an answer; steps
 JUNK = 0x41  # every byte of pages that a parked request left
 WORDS = random.Random(3)
 PROMPTS = [[WORDS.randrange(3, 500) for _ in range(length)] for length in (5, 70, 200, 333)]
-models = pytest.mark.parametrize("name", HYBRIDS)
+QUICK = (
+    "gpt_oss",
+    "llama4_text",
+    "gemma4_text",
+    "granitemoehybrid",
+    "qwen3_next",
+    "deepseek_v2",
+)  # a model of each kind
+
+
+def marked(names: Iterable[str]) -> pytest.MarkDecorator:
+    """A test for each of the models; models beside QUICK take minutes together."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in names]
+    )
+
+
+models = marked(HYBRIDS)
 
 
 class Hybrids:
     """Engines of each model over two pools and one host cache, as in two runtimes of a host."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
         from runtime.engine.builder import Builder
 
         self.builds = [Builder(POOL_BYTES, HOST_BYTES)]
         self.builds.append(Builder(POOL_BYTES, HOST_BYTES, self.builds[0].images.fd))
-        self.folders = {name: write_hybrid(folder / name, name) for name in HYBRIDS}
-        dtypes = {name: dtype(name) for name in HYBRIDS}
-        self.said: Tokens = ask_bare_vllm(
-            self.folders, dtypes, PROMPTS, MOST, {name: settings(name) for name in HYBRIDS}
-        )
+        self.folders = {name: write_hybrid(folder / name, name) for name in names}
+        more = {name: settings(name) for name in names}
+        self.said: Tokens = ask_bare_vllm(self.folders, {name: dtype(name) for name in names}, PROMPTS, MOST, more)
         self.engines: dict[tuple[str, int], VllmEngine] = {}
 
     def engine(self, name: str, runtime: int = 0) -> VllmEngine:
@@ -65,8 +80,10 @@ class Hybrids:
 
 
 @pytest.fixture(scope="module")
-def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrids]:
-    hybrids = Hybrids(tmp_path_factory.mktemp("hybrids"))
+def hybrids(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrids]:
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    names = [name for name in HYBRIDS if any(params.get("name") == name for params in asked)]
+    hybrids = Hybrids(tmp_path_factory.mktemp("hybrids"), names)
     yield hybrids
     hybrids.close()
 
@@ -157,10 +174,10 @@ def test_a_request_goes_on_at_another_runtime(hybrids: Hybrids, name: str) -> No
     asleep(target)
 
 
-@pytest.mark.parametrize("name", [name for name in HYBRIDS if name not in ROUNDED])
+@marked(name for name in HYBRIDS if name not in ROUNDED)
 def test_a_request_of_a_dead_runtime_goes_on(hybrids: Hybrids, name: str) -> None:
     engine, said = hybrids.engine(name), hybrids.said[name][2]
-    awake(engine, 32)
+    awake(engine, 8)
     engine._scheduler.reset_prefix_cache()
     engine.add(RequestId("begun"), question(2), said[: MOST // 2])
     made = [token for _ in iter(engine.busy, False) for output in engine.step() for token in output.tokens]

@@ -20,6 +20,7 @@ from runtime.core.device.request import RequestId
 from runtime.core.engine import Engine, EngineError
 from runtime.memory.native import FaultPoint, PageState
 from tests.runtime.engines import asleep, awake, drive, payload, spec, tokens, until
+from tests.runtime.hybrids import write_hybrid
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
 PAGE = 2 << 20
@@ -34,6 +35,13 @@ SHAPES: dict[str, dict[str, Any]] = {  # a KV block takes 256 to 768 KiB: a few 
     "opt": dict(architecture="opt", layers=2),
     "other-llama": dict(architecture="llama", layers=4, heads=4, kv_heads=2, seed=5),
 }
+FORGETFUL: dict[str, dict[str, Any]] = {
+    "gemma3_text": dict(
+        hidden_size=128, num_hidden_layers=3, layer_types=["sliding_attention"] * 2 + ["full_attention"]
+    ),
+    "nemotron_h": dict(hidden_size=128),
+}
+MODELS = (*SHAPES, *FORGETFUL)
 ASKED: list[dict[str, Any]] = [
     dict(prompt=[44, 301, 17], temperature=0, max_tokens=30),
     dict(prompt=[5, 6] * 90, temperature=0, max_tokens=40),
@@ -53,8 +61,12 @@ class World:
         self.build = Builder(POOL_PAGES * PAGE, HOST_BYTES)
         self.engines: dict[str, VllmEngine] = {}
         self.answers: dict[tuple[str, int], list[int]] = {}
-        for name, shape in SHAPES.items():
-            engine = self.build(spec(write_random(folder / name, **shape)))
+        for name in MODELS:
+            path = folder / name
+            written = (
+                write_random(path, **SHAPES[name]) if name in SHAPES else write_hybrid(path, name, **FORGETFUL[name])
+            )
+            engine = self.build(spec(written))
             assert isinstance(engine, VllmEngine)
             self.engines[name] = engine
             awake(engine)
@@ -105,7 +117,7 @@ class Run:
         self.count = self.switches = 0
 
     def arrive(self) -> None:
-        name = self.rng.choice(list(SHAPES))
+        name = self.rng.choice(MODELS)
         if sum(model == name for model, _ in self.open.values()) < OPEN_MOST:
             self.count += 1
             id, number = RequestId(f"{self.count}"), self.rng.randrange(len(ASKED))
@@ -142,11 +154,11 @@ class Run:
 
     def switch(self) -> None:
         """Bring a random model in, and put as many models out as necessary, in any order."""
-        name = self.rng.choice([name for name in SHAPES if name not in self.inside])
+        name = self.rng.choice([name for name in MODELS if name not in self.inside])
         engine = self.world.engines[name]
         kv = self.rng.randint(1, max(1, min(engine.held().kv_wanted, POOL_PAGES - engine.weights_pages)))
         while self.free() < engine.weights_pages - engine.held().weights + kv:
-            others = [other for other in SHAPES if other != name and self.world.engines[other].held().weights]
+            others = [other for other in MODELS if other != name and self.world.engines[other].held().weights]
             self.put_out(self.rng.choice(others))
         try:
             awake(engine, kv)
