@@ -42,6 +42,7 @@ DRAFTS = "the model drafts tokens for a larger model, and Staccato does not run 
 INSIDE = "the name is one that vLLM uses inside: give the model's original config.json"
 UNTRIED = "and answers of this architecture were never compared with those of bare vLLM"
 STATE = f"some layers keep a state for each request (Mamba, linear attention, convolution), {UNTRIED}"
+STATE_ALONE = "every layer keeps a state for each request, and plans have no size for such requests yet"
 LATENT = f"the model keeps a latent vector for each token (MLA), {UNTRIED}"
 SPARSE = "the model's sparse attention keeps an index or a compressed copy beside keys and values"
 SPEECH = "the model writes down speech, and Staccato has no endpoint that takes sound"
@@ -62,7 +63,9 @@ MistralForCausalLM MixtralForCausalLM NemotronForCausalLM OPTForCausalLM Olmo2Fo
 OlmoForCausalLM OlmoeForCausalLM Phi3ForCausalLM PhiForCausalLM PhiMoEForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM
 Qwen3ForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
 """
-_STATES_MEASURED = "FalconH1ForCausalLM GraniteMoeHybridForCausalLM NemotronHForCausalLM Qwen3NextForCausalLM"
+_STATES_MEASURED = """
+FalconH1ForCausalLM GraniteMoeHybridForCausalLM NemotronHForCausalLM Qwen3NextForCausalLM Zamba2ForCausalLM
+"""
 _LATENT_MEASURED = "DeepseekV2ForCausalLM DeepseekV3ForCausalLM"
 _TEXT = """
 AfmoeForCausalLM BailingMoeForCausalLM BailingMoeV2ForCausalLM ChatGLMForConditionalGeneration ChatGLMModel
@@ -108,15 +111,16 @@ Qwen2_5OmniForConditionalGeneration Qwen2_5OmniModel Qwen3OmniMoeForConditionalG
 VoxtralForConditionalGeneration
 """
 _REFUSED = {
+    STATE_ALONE: "Mamba2ForCausalLM",
     STATE: """
 BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM BailingMoeV3VLForConditionalGeneration FalconMambaForCausalLM
 Glm5NextForCausalLM Glm5NextForConditionalGeneration InternS2MobiusForConditionalGeneration
 InternS2PreviewForConditionalGeneration JambaForCausalLM KimiK3ForConditionalGeneration KimiLinearForCausalLM
-Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration Mamba2ForCausalLM MambaForCausalLM
+Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration MambaForCausalLM
 MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration NemotronHPuzzleForCausalLM
 NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2 NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3
 OlmoHybridForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM
-Qwen3_5MoeForConditionalGeneration Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration Zamba2ForCausalLM
+Qwen3_5MoeForConditionalGeneration Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration
 """,
     LATENT: """
 AXK1ForCausalLM DeepseekVLV2ForCausalLM Glm4MoeLiteForCausalLM KimiK25ForConditionalGeneration

@@ -271,7 +271,7 @@ NOT_SERVED: dict[str, tuple[dict[str, object], str]] = {
     "embeddings": ({"architectures": ["BertModel"]}, "BertModel is not served yet: .* embeddings"),
     "draft": ({"architectures": ["EagleLlamaForCausalLM"]}, "deploy the larger model alone"),
     "speech": ({"architectures": ["WhisperForConditionalGeneration"]}, "not served yet: an encoder"),
-    "state without layers and heads": ({"architectures": ["Mamba2ForCausalLM"]}, "a state for each request"),
+    "state without layers and heads": ({"architectures": ["Mamba2ForCausalLM"]}, "every layer keeps a state"),
     "state beside attention": ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "a state for each request"),
     "latent": ({"architectures": ["LongcatFlashForCausalLM"]}, "a latent vector for each token"),
     "name inside vLLM": ({"architectures": ["TransformersForCausalLM"]}, "the model's original config.json"),
