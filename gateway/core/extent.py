@@ -52,7 +52,7 @@ class ContentPart(msgspec.Struct):
     type: Raw = NOTHING
     image_url: Raw = NOTHING  # a picture of /v1/chat/completions or /v1/responses
     source: Raw = NOTHING  # a picture of /v1/messages, if the type says so
-    content: list[ContentPart | str] | str | None = None  # parts of a tool's result, in /v1/messages
+    content: Raw = NOTHING  # parts of a tool's result, in /v1/messages
 
     def pictures(self) -> Iterator[int]:
         """Yield the number of bytes of each picture in the part."""
@@ -60,17 +60,29 @@ class ContentPart(msgspec.Struct):
             yield len(bytes(self.image_url))
         elif bytes(self.type) == b'"image"':
             yield len(bytes(self.source))
-        yield from _pictures_of(self.content)
+        elif bytes(self.type) == b'"tool_result"':
+            yield from _pictures_of(self.content)
 
 
 class SaidMessage(msgspec.Struct):
     """A message of a conversation, as far as the message may have pictures."""
 
-    content: list[ContentPart | str] | str | None = None
+    content: Raw = NOTHING
 
 
-def _pictures_of(content: list[ContentPart | str] | str | None) -> Iterator[int]:
-    for part in content if isinstance(content, list) else ():
+def _pictures_of(content: Raw) -> Iterator[int]:
+    """Yield the number of bytes of each picture in the content of a message or of a tool's result.
+
+    In content of a wrong form every word that begins with "image" counts as a picture without bytes.
+    """
+    if bytes(content)[:1] != b"[":
+        return
+    try:
+        parts = msgspec.json.decode(bytes(content), type=list[ContentPart | str])
+    except (msgspec.DecodeError, RecursionError):
+        yield from [0] * bytes(content).count(b'"image')
+        return
+    for part in parts:
         if isinstance(part, ContentPart):
             yield from part.pictures()
 
@@ -182,7 +194,7 @@ def _talks(raw: Raw) -> list[int]:
 
 def _pictures(raw: Raw) -> list[int]:
     """Return the bytes of each picture in messages or conversations; [] for messages of a wrong form."""
-    if b'"image' not in bytes(raw):
+    if b'"image' not in bytes(raw) and b"\\u" not in bytes(raw):  # JSON may write any letter as \u and a number
         return []
     try:
         said = msgspec.json.decode(bytes(raw), type=list[SaidMessage | list[SaidMessage]])

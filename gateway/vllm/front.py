@@ -187,7 +187,7 @@ class BusCore:
         if context.admission is not None:
             self._paying[request.request_id] = context.admission
         try:
-            await self._submit(request.request_id, run, context)
+            await self._submit(request, run, context)
         except BaseException:
             self._forget(request.request_id)
             raise
@@ -197,13 +197,14 @@ class BusCore:
         if cost := self._costs.pop(request_id, None):
             cost.computed.end(request_id)
 
-    async def _submit(self, id: str, run: wire.Run, context: RequestContext) -> None:
+    async def _submit(self, request: EngineCoreRequest, run: wire.Run, context: RequestContext) -> None:
         due_at = context.arrived_at + context.objective.ttft_s
         try:
             timing = context.timing = Timing(context.began_at, context.tally)
-            await self._dispatcher.submit(id, run, due_at, context.deadline, timing)
+            await self._dispatcher.submit(request.request_id, run, due_at, context.deadline, timing)
         except TooLarge as error:
-            raise GracefulHTTPError(str(error), HTTPStatus.REQUEST_ENTITY_TOO_LARGE) from error
+            why = pictures.too_large(error, len(request.mm_features or ()))
+            raise GracefulHTTPError(why, HTTPStatus.REQUEST_ENTITY_TOO_LARGE) from error
         except RuntimeRefused as error:
             raise GracefulHTTPError(str(error), HTTPStatus.INTERNAL_SERVER_ERROR) from error
         except Unserved as error:

@@ -22,6 +22,7 @@ from vllm.multimodal.media.connector import global_thread_pool
 from vllm.multimodal.media.image import ImageMediaIO
 
 from runtime.engine.settings import CONNECTOR
+from store.bus import TooLarge
 
 PIXELS_MOST = 16_777_216  # of a picture: opened, 16 Mi pixels take 48 MiB of memory
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -46,6 +47,19 @@ class PictureConnector(MediaConnector):
     async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(global_thread_pool, self.load_from_url, url, media_io)
+
+
+def too_large(error: TooLarge, pictures: int) -> str:
+    """Return the sentence for a client whose request does not fit into a message of the bus.
+
+    `pictures`: the number of pictures in the request. A prepared picture is larger than the file that the client sent.
+    """
+    if not pictures:
+        return str(error)
+    return (
+        f"the request has {error.size} bytes with its pictures ({pictures}) prepared for the model, and the bus "
+        f"carries {error.most}: send fewer or smaller pictures, or have the operator raise max_payload of NATS"
+    )
 
 
 def of_tenant(features: list[MultiModalFeatureSpec], salt: str) -> list[MultiModalFeatureSpec]:

@@ -19,8 +19,8 @@ from runtime.core.engine import EngineError
 from store.contract.wire import EngineSpec
 
 RENDER_WAIT_S = int(os.environ["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"])
-# Media that no model gets, by vLLM's names; gateway/core/extent.py bounds the pictures of a request.
-NOT_SEEN: dict[str, int | dict[str, int]] = {"audio": 0, "video": 0}
+# Most media of a prompt, by vLLM's names. The bound of pictures that clients meet first is in gateway/core/extent.py.
+MEDIA_MOST: dict[str, int | dict[str, int]] = {"image": 64, "audio": 0, "video": 0}
 VERSION_LEAST, VERSION_BELOW = (0, 32, 0), (0, 33, 0)
 
 
@@ -47,7 +47,7 @@ def engine_args(spec: EngineSpec, load_format: str = "safetensors", **more: Any)
         enable_prefix_caching=True,
         disable_log_stats=True,
         seed=0,
-        limit_mm_per_prompt=NOT_SEEN,
+        limit_mm_per_prompt=MEDIA_MOST,
         # vLLM's front half would leave out pictures that its engine has seen: here a request may go to any runtime.
         mm_processor_cache_gb=0,
         **more,

@@ -45,7 +45,7 @@ def bare(folders: dict[str, Path]) -> dict[str, list[Answer]]:
 
 @pytest.fixture(scope="module")
 def pair(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    held = {"STACCATO_HOLD_DEADLINE_S": str(AGAIN_S)}
+    held = {"STACCATO_HOLD_DEADLINE_S": str(AGAIN_S), "STACCATO_RESUME_DEADLINE_S": str(AGAIN_S)}
     platform = Platform(tmp_path_factory.mktemp("pair") / "data", free_port(), held)
     try:
         platform.start("--runtimes", "2", "--device-memory", "48MiB")

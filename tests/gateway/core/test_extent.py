@@ -21,6 +21,7 @@ LIMITS = ExtentLimits(
     grammar_bytes_max=30,
 )
 URL = "data:image/png;base64," + "A" * 201
+TINY = {"type": "image_url", "image_url": {"url": "data:,"}}
 PICTURE = {"type": "image_url", "image_url": {"url": URL}}
 RESULT = {"type": "tool_result", "content": [{"type": "image", "source": {"type": "base64", "data": URL}}] * 3}
 MESSAGE = {"role": "user", "content": "a"}
@@ -42,6 +43,8 @@ TOO_MUCH: dict[str, tuple[dict[str, object], str, int, int]] = {
     "pictures": ({"messages": [{"content": [PICTURE] * 3}]}, "messages", 3, 2),
     "pictures of responses": ({"input": [{"content": [{"type": "input_image", "image_url": URL}] * 3}]}, "input", 3, 2),
     "pictures in tools' results": ({"messages": [{"content": [RESULT]}]}, "messages", 3, 2),
+    "pictures in an odd part": ({"messages": [{"content": [PICTURE | {"content": 5}] * 3}]}, "messages", 3, 2),
+    "pictures in odd content": ({"messages": [{"content": [TINY, TINY, TINY, 7]}]}, "messages", 6, 2),
     "text beside a picture": ({"messages": [{"content": ["a" * 99, PICTURE]}]}, "messages", 151, 100),
     "text in the form of a picture": ({"prompt": URL}, "prompt", 225, 100),
     "a picture among odd messages": ({"messages": [{"content": [PICTURE]}, 7]}, "messages", 284, 100),
@@ -63,6 +66,12 @@ def test_what_exceeds_a_bound_is_named_with_both_numbers(case: str) -> None:
     excess = first_excess(ask(body), LIMITS)
     assert excess is not None and (excess.field, excess.asked, excess.allowed) == (field, asked, allowed)
     assert str(asked) in str(excess) and str(allowed) in str(excess)
+
+
+def test_a_picture_is_counted_however_its_name_is_written() -> None:
+    text = b'{"messages": [{"content": [%s]}]}' % b",".join([b'{"\\u0069mage_url": {"url": "data:,"}}'] * 3)
+    excess = first_excess(msgspec.json.decode(text, type=BodyExtent), LIMITS)
+    assert excess is not None and (excess.asked, excess.setting) == (3, "pictures_max")
 
 
 @pytest.mark.parametrize(
