@@ -196,7 +196,9 @@ class Slack:
         """Whether `model` may be parked for `needy` by the priorities of both; None if priorities do not decide.
 
         A model with a request of high priority gives way only if the model can be back before the model goes first
-        again."""
+        again, or to a model that starves."""
+        if needy.deadlines.within.starves_at < now:
+            return None
         back_s = _move_s(needy) + _move_s(model) + _head_s(model)
         high_s = model.deadlines.within.high_at - now
         if needy.key not in self._ahead:

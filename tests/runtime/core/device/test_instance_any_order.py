@@ -305,6 +305,7 @@ URGENT = Objective(0.25, 1 / 64, 100.0, Priority.HIGH)  # late at all times: mor
 @example([Client("a", 8, LOST), Client("a", 8, PATIENT), Client("a", 8, PATIENT), Client("b", 8, PATIENT)], 0, 0)
 @example([Client("a", 8, SOON_LOST), Client("b", 8, URGENT), Client("c", 8, URGENT)], 0, 0)
 @example([Client("a", 8, SOON_LOST), Client("b", 8, URGENT), Client("b", 8, URGENT), Client("c", 8, URGENT)], 6, 2)
+@example([Client("a", 4, LOST), Client("b", 2, URGENT), Client("b", 7, URGENT)], 0, 0)  # b is set back, yet urgent
 def test_by_slack_no_request_starves_for_long(clients: list[Client], spare: int, lag: int) -> None:
     """The bound: a request whose token is lost makes other models wait again `STARVED_S` after the request's last
     token. From then on the request's model is behind late models that are not lost, by `patience_s` at most, and behind
