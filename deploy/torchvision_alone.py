@@ -19,8 +19,9 @@ import torch as _torch
 from torchvision.extension import _has_ops
 
 if not _has_ops():  # added by Staccato's set-up: no library of operators beside a CPU build of torch
+    _declared = _torch.library.Library("torchvision", "FRAGMENT")
     for _name in ("nms", "qnms"):
-        _torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _declared.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 """
 

@@ -111,9 +111,9 @@ class Groups:
 
     def __init__(self, groups: Sequence[LayerGroup]) -> None:
         self.groups = tuple(groups)
-        self._keeping = [(number, group) for number, group in enumerate(groups) if group.kind is LayerKind.FULL]
-        self._forgetting = [(number, group) for number, group in enumerate(groups) if group.kind is not LayerKind.FULL]
-        self._sizes = [group.size for _, group in self._keeping]
+        self.keeping = [(number, group) for number, group in enumerate(groups) if group.kind is LayerKind.FULL]
+        self.forgetting = [(number, group) for number, group in enumerate(groups) if group.kind is not LayerKind.FULL]
+        self.keeping_sizes = [group.size for _, group in self.keeping]
 
     @classmethod
     def of(cls, config: KVCacheConfig, vllm_config: VllmConfig) -> Groups:
@@ -134,25 +134,25 @@ class Groups:
     @property
     def plain(self) -> bool:
         """Whether the model has a single group, and the group forgets nothing."""
-        return len(self.groups) == 1 and not self._forgetting
+        return len(self.groups) == 1 and not self.forgetting
 
     def live(self, computed: int) -> list[tuple[int, int]]:
         """Places that matter once `computed` tokens are computed, as (group, place), in the order of the host."""
-        places = [(number, place) for number, group in self._keeping for place in group.live(computed)]
-        if len(self._keeping) > 1:
+        places = [(number, place) for number, group in self.keeping for place in group.live(computed)]
+        if len(self.keeping) > 1:
             places.sort(key=lambda at: ((at[1] + 1) * self.groups[at[0]].size, at[0]))
-        return places + [(number, place) for number, group in self._forgetting for place in group.live(computed)]
+        return places + [(number, place) for number, group in self.forgetting for place in group.live(computed)]
 
     def settled(self, computed: int) -> int:
         """Number of blocks, from the first of `live` on, that never change again."""
-        return sum(computed // size for size in self._sizes)
+        return sum(computed // size for size in self.keeping_sizes)
 
     def need(self, before: int, after: int) -> int:
         """Blocks that a request holds after the step that took the request from `before` to `after` tokens."""
         blocks = 0
-        for size in self._sizes:
+        for size in self.keeping_sizes:
             blocks += -(-after // size)
-        for _, group in self._forgetting:
+        for _, group in self.forgetting:
             blocks += group.need(before, after)
         return blocks
 

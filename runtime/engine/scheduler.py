@@ -17,12 +17,13 @@ request recomputed, as in vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
@@ -313,16 +314,22 @@ class PooledScheduler(Scheduler):
         """Blocks, the null block included, that all requests together need.
 
         Returns two numbers: blocks for the next step of every request, and blocks for `ahead` more tokens each."""
-        need, most = self.groups.need, self.max_num_scheduled_tokens
+        sizes, most = self.groups.keeping_sizes, self.max_num_scheduled_tokens
         soon = later = 1 + self.blocks.used_blocks
         has = [(request, request.num_computed_tokens) for request in self.running]
         has += [(request, request.num_computed_tokens) for request in self.kv_holding_waiting]
         has += [(away.request, away.computed) for away in self._arriving.values()]
-        for request, computed in has:
-            held, tokens = self._held(request), min(request.num_tokens, computed + most)
-            next_step = max(0, need(computed, tokens) - held)
-            soon += next_step
-            later += max(next_step, need(tokens + ahead - 1, tokens + ahead) - held)
+        for request, computed in has:  # no helpers: the loop runs after each step, for every request with blocks
+            tokens = min(request.num_tokens, computed + most)
+            for size in sizes:
+                blocks = -(-computed // size)
+                soon += -(-tokens // size) - blocks
+                later += -(-(tokens + ahead) // size) - blocks
+        if self.groups.forgetting:
+            for request, computed in has:
+                tokens = min(request.num_tokens, computed + most)
+                next_step, further = self._forgetting_lack(request, computed, tokens, tokens + ahead)
+                soon, later = soon + next_step, later + further
         for away in self._parked.values():
             next_step = self._needs(away.request, away.computed)
             soon += next_step
@@ -340,12 +347,22 @@ class PooledScheduler(Scheduler):
 
     def _lacks(self, request: Request, computed: int) -> int:
         """Blocks that a request with blocks for `computed` tokens lacks for the next step."""
-        return max(0, self._needs(request, computed) - self._held(request))
+        return max(0, self._needs(request, computed) - self.groups.held(self._tables(request)))
 
-    def _held(self, request: Request) -> int:
-        """Blocks of the device that the request holds."""
+    def _forgetting_lack(self, request: Request, computed: int, tokens: int, later: int) -> tuple[int, int]:
+        """Blocks that the groups that forget lack: for the next step, to `tokens` tokens, and up to `later` tokens."""
+        tables, next_step, further = self._tables(request), 0, 0
+        for number, group in self.groups.forgetting:
+            held = group.held(tables[number])
+            lacks = max(0, group.need(computed, tokens) - held)
+            next_step += lacks
+            further += max(lacks, group.need(later - 1, later) - held)
+        return next_step, further
+
+    def _tables(self, request: Request) -> list[Sequence[KVCacheBlock]]:
+        """The request's block tables, one for each group."""
         managers = self.kv_cache_manager.coordinator.single_type_managers
-        return self.groups.held([manager.req_to_blocks.get(request.request_id, ()) for manager in managers])
+        return [manager.req_to_blocks.get(request.request_id, ()) for manager in managers]
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -83,6 +83,28 @@ def drive(engines: Mapping[str, Engine], rng: random.Random) -> dict[RequestId, 
     return made
 
 
+def parked_about(
+    engine: Engine, made: Mapping[str, list[int]], parked_every: int = 0, away: Callable[[], object] = lambda: None
+) -> None:
+    """Step the engine until no request is left, with as many pages as the engine wants.
+
+    Args:
+        engine: an engine that is awake.
+        made: for each request, a list to which the request's tokens are appended.
+        parked_every: number of steps after which the engine is parked and fetched again; 0: never.
+        away: called each time while the engine is parked."""
+    steps = 0
+    while engine.busy():
+        for output in engine.step():
+            made[output.request] += output.tokens
+        engine.grow(max(0, engine.held().kv_wanted - engine.held().kv))
+        steps += 1
+        if parked_every and steps % parked_every == 0:
+            asleep(engine)
+            away()
+            awake(engine, engine.held().kv_wanted)
+
+
 def tokens(outputs: Sequence[Output]) -> list[int]:
     return [token for output in outputs for token in output.tokens]
 

@@ -31,23 +31,10 @@ from transformers import (
 )
 
 from deploy.demo.random_weights import SPREAD, _tokenizer
+from tests.runtime.forms import CONTEXT, SHAPE, VOCABULARY
 
-VOCABULARY, CONTEXT = 512, 1024
 PIXELS_LEAST, PIXELS_MOST = 56 * 56, 112 * 112  # sizes to which Qwen's processors scale a picture
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 1,
-    "initializer_range": SPREAD,
-}
+TEXT = {name: value for name, value in SHAPE.items() if name != "tie_word_embeddings"}
 QWEN_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SMOL_MARKS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 TEMPLATE = (

@@ -24,7 +24,7 @@ from runtime.engine.vllm import VllmEngine
 from store.contract.wire import EngineSpec
 from tests.conftest import ROOT
 from tests.runtime.bare import WITHOUT_AMX, Tokens, ask_bare_vllm
-from tests.runtime.engines import asleep, awake, payload, spec, tokens, until
+from tests.runtime.engines import asleep, awake, parked_about, payload, spec, tokens, until
 from tests.runtime.forms import FORMS, INT8, write_form
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
@@ -99,14 +99,7 @@ def answers(engine: VllmEngine, parked_every: int = 0) -> list[list[int]]:
     made: dict[str, list[int]] = {str(number): [] for number in range(len(PROMPTS))}
     for number in range(len(PROMPTS)):
         engine.add(RequestId(str(number)), question(number))
-    steps = 0
-    while engine.busy():
-        for output in engine.step():
-            made[output.request] += output.tokens
-        engine.grow(max(0, engine.held().kv_wanted - engine.held().kv))
-        steps += 1
-        if parked_every and steps % parked_every == 0:
-            awake(asleep(engine), engine.held().kv_wanted)
+    parked_about(engine, made, parked_every)
     return list(made.values())
 
 

@@ -16,7 +16,7 @@ import torch
 from runtime.core.device.request import RequestId
 from runtime.core.engine import EngineError
 from runtime.engine.vllm import VllmEngine
-from tests.runtime.engines import asleep, awake, drive, payload, spec, tokens
+from tests.runtime.engines import asleep, awake, drive, parked_about, payload, spec, tokens
 from tests.runtime.forms import write_form
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers, not ours
@@ -52,14 +52,7 @@ def answers(engine: VllmEngine, together: bool, parked_every: int = 0) -> list[l
     for batch in [list(made)] if together else [[id] for id in made]:
         for id in batch:
             engine.add(RequestId(id), asked(int(id)))
-        steps = 0
-        while engine.busy():
-            for output in engine.step():
-                made[output.request] += output.tokens
-            engine.grow(max(0, engine.held().kv_wanted - engine.held().kv))
-            steps += 1
-            if parked_every and steps % parked_every == 0:
-                awake(asleep(engine), engine.held().kv_wanted)
+        parked_about(engine, made, parked_every)
     return list(made.values())
 
 

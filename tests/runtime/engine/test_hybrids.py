@@ -23,7 +23,7 @@ from runtime.engine.vllm import VllmEngine
 from runtime.engine.worker import PooledWorker
 from runtime.memory.native import DevicePool
 from tests.runtime.bare import Tokens, ask_bare_vllm
-from tests.runtime.engines import asleep, awake, payload, spec, tokens, until
+from tests.runtime.engines import asleep, awake, parked_about, payload, spec, tokens, until
 from tests.runtime.hybrids import HYBRIDS, ROUNDED, dtype, settings, write_hybrid
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
@@ -110,16 +110,7 @@ def answers(engine: VllmEngine, numbers: list[int], parked_every: int = 0) -> li
     engine._scheduler.reset_prefix_cache()
     for number in numbers:
         engine.add(RequestId(str(number)), question(number))
-    steps = 0
-    while engine.busy():
-        for output in engine.step():
-            made[output.request] += output.tokens
-        engine.grow(max(0, engine.held().kv_wanted - engine.held().kv))
-        steps += 1
-        if parked_every and steps % parked_every == 0:
-            asleep(engine)
-            scribble(engine.kv.reservation.device)
-            awake(engine, engine.held().kv_wanted)
+    parked_about(engine, made, parked_every, lambda: scribble(engine.kv.reservation.device))
     return list(made.values())
 
 
