@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,10 +82,12 @@ class Ask:
 
 
 class Runtime:
-    """Makes a token for every stream, every few milliseconds."""
+    """Makes a token every few milliseconds for every stream that the gateway knows to be taken, as `is_known` says.
 
-    def __init__(self, plane: Plane, id: str, asks: dict[int, Ask]) -> None:
-        self.plane, self.id, self.asks = plane, id, asks
+    An engine's first token as well comes later than the answer to the gateway that the request was taken."""
+
+    def __init__(self, plane: Plane, id: str, asks: dict[int, Ask], is_known: Callable[[int], bool]) -> None:
+        self.plane, self.id, self.asks, self.is_known = plane, id, asks, is_known
         self.streams: dict[int, tuple[wire.Run, int]] = {}  # stream: the run, and the index of the next token
         self.seq = self.total = 0
         self.answers = True  # answers cancels
@@ -117,7 +119,7 @@ class Runtime:
         while True:
             await asyncio.sleep(STEP_S)
             for stream, (run, at) in [] if self.waits else list(self.streams.items()):
-                if stream not in self.streams:
+                if stream not in self.streams or not self.is_known(stream):
                     continue
                 last = at + 1 == run.max_tokens
                 self.streams[stream] = run, at + 1
@@ -200,6 +202,11 @@ class Stage:
         return self.booked[ask.id]
 
 
+def is_known(of: relay.Relay, stream: int) -> bool:
+    """Whether the relay knows that a runtime has taken the stream."""
+    return stream in of._streams and of._streams[stream].epoch != 0
+
+
 @pytest.fixture
 async def stage(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
     for module in (dispatch, serving):
@@ -211,7 +218,8 @@ async def stage(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     chat = made(await plane.admin.post("/deployments", json={"tenant": "acme", "name": "chat", "model": "faq"}))
     made(await plane.admin.post("/prices", json={"prompt_pico": PRICE, "output_pico": PRICE}))
     asks: dict[int, Ask] = {}
-    runtimes = [Runtime(plane, id, asks) for id in ("r1", "r2")]
+    relays: list[relay.Relay] = []
+    runtimes = [Runtime(plane, id, asks, lambda stream: is_known(relays[0], stream)) for id in ("r1", "r2")]
     batches = plane.bus.usage_batches("test", 100)
 
     async def report() -> None:
@@ -221,11 +229,12 @@ async def stage(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
             await asyncio.sleep(1)
 
     async with asked(plane, key) as client, asyncio.TaskGroup() as group:
+        app = client._transport.app  # type: ignore[attr-defined]
+        relays.append(app.serving.fronts._deps.relay)
         for runtime in runtimes:
             await runtime.start()
             await plane.report({chat["engine"]: RESIDENT}, runtime.id)
         tasks = [group.create_task(job) for job in (report(), *(runtime.run() for runtime in runtimes))]
-        app = client._transport.app  # type: ignore[attr-defined]
         yield Stage(plane, app, key, runtimes, asks, batches)
         await ended(*tasks)  # a single cancel may be swallowed by nats-py, and the group would wait for ever
 
