@@ -79,6 +79,8 @@ class Settings(BaseSettings):
     # Host memory for images of models and parked requests, shared by all runtimes:
     host_cache: ByteSize = Field(ByteSize(_memory() // 2), ge=16 << 20)
     policy: str = "slack"
+    fork_server: bool = True  # fork the gateway and the device processes from a process that has imported vLLM
+    fork_server_fd: int = -1  # inherited socket for orders to a fork server that runs already
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     # Days for which the ledger keeps a request's stage times; 0: keeps none.
     request_days: float = Field(KEPT_DAYS, ge=0)

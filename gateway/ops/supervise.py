@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gateway.ops.troubles import Troubles
+from store.fork.client import ForkedProcess, ForkServer, NotForked
 
 HEALTHY_S = 10.0  # a child that lived so long counts as well
 PAUSE_S_FIRST, PAUSE_S_MOST = 0.1, 5.0
@@ -49,6 +50,7 @@ class Child:
     stop_s: float = 10.0  # from SIGTERM to SIGKILL
     fds: tuple[int, ...] = ()  # files that the process gets under unchanged numbers
     needed: bool = True  # once well, the child is started again however often the child dies
+    forked: bool = False  # `command` is PYTHON -P -m MODULE..., and a fork server has what the module imports
 
 
 @dataclass(frozen=True)
@@ -76,17 +78,25 @@ class Restarts:
 class Tree:
     """The children of a supervisor. The child started first is stopped last."""
 
-    def __init__(self, logs: Path, say: Say, hear: Hear | None = None, troubles: Troubles | None = None) -> None:
+    def __init__(
+        self,
+        logs: Path,
+        say: Say,
+        hear: Hear | None = None,
+        troubles: Troubles | None = None,
+        forks: ForkServer | None = None,
+    ) -> None:
         """`logs` is the folder of the children's logs.
 
         Args:
+            forks: the server that forks children; None: every child is executed.
             say: called with a sentence for each death and restart.
             hear: called with each line written by a child.
             troubles: notes children that keep dying.
 
         An exception of `say` or `hear` ends the tree: `unfailing` wraps functions that may fail to write.
         """
-        self._logs, self._say, self._hear, self._troubles = logs, say, hear, troubles
+        self._logs, self._say, self._hear, self._troubles, self._forks = logs, say, hear, troubles, forks
         self._tiers: list[Tier] = []
         self._hurry = asyncio.Event()
         self._failed = asyncio.Event()
@@ -102,7 +112,8 @@ class Tree:
         return tier
 
     def _keep(self, child: Child, say: Say | None) -> _Kept:
-        return _Kept(child, Log(self._logs, child.name, self._hear), say or self._say, self._troubles)
+        log = Log(self._logs, child.name, self._hear)
+        return _Kept(child, log, say or self._say, self._troubles, self._forks if child.forked else None)
 
     def _fail(self, name: str, error: BaseException) -> None:
         self._failure = self._failure or error
@@ -210,11 +221,11 @@ def unfailing(say: Say) -> Say:
 class _Kept:
     """A child with its present process and its log."""
 
-    def __init__(self, child: Child, log: Log, say: Say, troubles: Troubles | None) -> None:
-        self._child, self._log, self._say, self._troubles = child, log, say, troubles
+    def __init__(self, child: Child, log: Log, say: Say, troubles: Troubles | None, forks: ForkServer | None) -> None:
+        self._child, self._log, self._say, self._troubles, self._forks = child, log, say, troubles, forks
         self.name = child.name
         self._restarting = False
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | ForkedProcess | None = None
         self._stopping = asyncio.Event()
         self.task = asyncio.create_task(self._keep())
 
@@ -257,21 +268,15 @@ class _Kept:
         """Run one process from start to exit and return its exit code. The rest of the process's group is killed."""
         reading, writing = os.pipe()
         try:
-            self._process = process = await asyncio.create_subprocess_exec(
-                *self._child.command,
-                env=self._child.environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=writing,
-                stderr=writing,
-                process_group=0,  # Ctrl-C reaches only the supervisor, which stops the children in order
-                preexec_fn=_die_with(os.getpid()),
-                pass_fds=self._child.fds,
-            )
-        except OSError as error:
+            self._process = process = await self._started(writing)
+        except BaseException:
             os.close(reading)
-            raise GaveUp(f"{self._child.name} does not start: {self._child.command[0]}: {error.strerror}") from error
+            raise
         finally:
             os.close(writing)
+        if process is None:
+            os.close(reading)
+            return 0
         copying = asyncio.create_task(self._log.copy(reading))
         if self._stopping.is_set():
             process.terminate()
@@ -282,6 +287,41 @@ class _Kept:
         await asyncio.wait([copying], timeout=COPY_S_MOST)
         copying.cancel()
         return code
+
+    async def _started(self, writing: int) -> asyncio.subprocess.Process | ForkedProcess | None:
+        """Start a process that writes into `writing`; None: the child was to stop before. Raises GaveUp."""
+        if self._forks is not None:
+            forking = asyncio.create_task(self._forked(self._forks, writing))
+            stopping = asyncio.create_task(self._stopping.wait())
+            await asyncio.wait([forking, stopping], return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if not forking.done():
+                forking.cancel()
+                return None
+            try:
+                return forking.result()
+            except NotForked as error:
+                self._say(f"{self.name} is started without the fork server: {error}")
+        child = self._child
+        try:
+            return await asyncio.create_subprocess_exec(
+                *child.command,
+                env=child.environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=writing,
+                stderr=writing,
+                process_group=0,  # Ctrl-C reaches only the supervisor, which stops the children in order
+                preexec_fn=_die_with(os.getpid()),
+                pass_fds=child.fds,
+            )
+        except OSError as error:
+            raise GaveUp(f"{self.name} does not start: {child.command[0]}: {error.strerror}") from error
+
+    async def _forked(self, forks: ForkServer, writing: int) -> ForkedProcess:
+        module, *arguments = self._child.command[3:]
+        with open(os.devnull) as nothing:
+            fds = {number: number for number in self._child.fds} | {0: nothing.fileno(), 1: writing, 2: writing}
+            return await forks.fork(module, arguments, self._child.environment, fds, group=True)
 
     def _is_well(self) -> None:
         if self._troubles:
@@ -309,7 +349,7 @@ def _ended(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
-def _kill_if_alive(process: asyncio.subprocess.Process) -> None:
+def _kill_if_alive(process: asyncio.subprocess.Process | ForkedProcess) -> None:
     if process.returncode is None:
         _kill_group(process.pid)
 

@@ -1,7 +1,7 @@
 """`staccato up`: the whole platform in one process tree, NATS and the database included, until SIGTERM or Ctrl-C.
 
 Starts the children in this order, and stops them in the reverse order, so that no child loses a child it needs:
-nats → ledger → runtimes → scheduler → gateway.
+fork server → nats → ledger → runtimes → scheduler → gateway.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from gateway.ops.supervise import Child, GaveUp, Say, Tree, unfailing
 from gateway.ops.troubles import Troubles
 from store.contract import grants
 from store.contract.grants import User
+from store.fork import client as fork
 from store.settings import PREFIX
 from store.telemetry import observe
 
@@ -185,14 +186,18 @@ async def serve(settings: Settings, say: Say, ready: Say, verbose: bool) -> int:
         if verbose:
             say(f"{child:8} {line}")
 
-    tree = Tree(settings.data / "logs", say, hear, troubles)
+    orders, served = orders_of(settings)
+    forks = fork.ForkServer(orders) if orders else None
+    tree = Tree(settings.data / "logs", say, hear, troubles, forks)
     watching = asyncio.create_task(store.watch())
     async with signals(tree) as stop:
         try:
+            if served:
+                start_fork_server(tree, settings, served.fileno())
             if settings.nats_url is None:
                 own = {"nats_url": await start_nats(tree, settings), "nats_credentials": users_folder(settings)}
                 settings = settings.model_copy(update=own)
-            keeper = start_roles(tree, settings, say)
+            keeper = start_roles(tree, settings, say, orders.fileno() if orders else -1)
             attending = asyncio.create_task(attend(settings, keeper, started_s, say, ready))
             try:
                 await tree.watch(stop)
@@ -203,6 +208,9 @@ async def serve(settings: Settings, say: Say, ready: Say, verbose: bool) -> int:
             watching.cancel()
             await tree.stop()
             troubles.end()
+            for end in (orders, served):
+                if end is not None:
+                    end.close()
     return 130 if tree.killed else 0
 
 
@@ -214,6 +222,22 @@ async def signals(tree: Tree) -> AsyncIterator[asyncio.Event]:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: tree.kill() if stop.is_set() else stop.set())
     yield stop
+
+
+def orders_of(settings: Settings) -> tuple[socket.socket | None, socket.socket | None]:
+    """Return both ends of the socket for orders to the fork server.
+
+    The server's end is None if the platform is to use a server that runs already; both are None without a server."""
+    if settings.fork_server_fd >= 0:
+        return socket.socket(fileno=settings.fork_server_fd), None
+    return fork.sockets() if settings.fork_server else (None, None)
+
+
+def start_fork_server(tree: Tree, settings: Settings, orders: int) -> None:
+    """Start the fork server with the socket `orders`. The platform does without a server that keeps dying."""
+    told = environment(settings, ()) | fork.VARIABLES
+    server = Child("fork-server", fork.server_command(orders), told, fds=(orders,), needed=False)
+    tree.start().start(server, lambda name, error: None)
 
 
 async def start_nats(tree: Tree, settings: Settings) -> str:
@@ -299,21 +323,23 @@ def credentials(settings: Settings, user: User) -> dict[str, str]:
     return {PREFIX + "NATS_CREDENTIALS": str(bus_users.seed_file(given, user) if given.is_dir() else given)}
 
 
-def start_roles(tree: Tree, settings: Settings, say: Say) -> FleetKeeper | None:
-    """Start every role, and return the keeper of the number of runtimes; None: the number stays as it is."""
+def start_roles(tree: Tree, settings: Settings, say: Say, forks: int = -1) -> FleetKeeper | None:
+    """Start every role, and return the keeper of the number of runtimes; None: the number stays as it is.
+
+    `forks` is the socket for orders to the fork server; -1: there is no fork server."""
     told = environment(settings, LEDGER_SETTINGS) | credentials(settings, grants.LEDGER)
     tree.start(Child("ledger", module_command("store.db.ledger"), told, stop_s=15))
     cache, names = host_cache(settings), runtime_ids(settings)
-    runtimes = tree.start(*(runtime(settings, cache, name) for name in names[: settings.runtimes]))
+    runtimes = tree.start(*(runtime(settings, cache, forks, name) for name in names[: settings.runtimes]))
     if len(names) > 1:
         told = environment(settings, SCHEDULER_SETTINGS) | credentials(settings, grants.SCHEDULER)
         tree.start(Child("scheduler", module_command("runtime.scheduler"), told | scaling_bounds(settings)))
     told = environment(settings, tuple(Settings.model_fields)) | credentials(settings, grants.GATEWAY)
-    tree.start(Child("gateway", module_command("gateway.app"), told, stop_s=40))
+    tree.start(Child("gateway", module_command("gateway.app"), told, stop_s=40, forked=True))
     if not settings.elastic:
         return None
     ask = functools.partial(fleet_keeper.ask, settings, admin_key(settings))
-    return FleetKeeper(runtimes, functools.partial(runtime, settings, cache), names, ask, say)
+    return FleetKeeper(runtimes, functools.partial(runtime, settings, cache, forks), names, ask, say)
 
 
 def runtime_ids(settings: Settings) -> list[str]:
@@ -328,12 +354,16 @@ def host_cache(settings: Settings) -> int:
     return cache
 
 
-def runtime(settings: Settings, cache: int, name: str) -> Child:
+def runtime(settings: Settings, cache: int, forks: int, name: str) -> Child:
     own = {PREFIX + "RUNTIME_ID": name, PREFIX + "HOST_CACHE_FD": str(cache)}
     if settings.prefill:
         own[PREFIX + "ROLE"] = "prefill" if name in runtime_ids(settings)[: settings.prefill] else "decode"
     told = environment(settings, RUNTIME_SETTINGS) | credentials(settings, grants.runtime(name))
-    return Child(name, module_command("runtime.node"), told | own, stop_s=40, fds=(cache,))
+    fds: tuple[int, ...] = (cache,)
+    if forks >= 0:
+        own[PREFIX + "FORK_SERVER_FD"] = str(forks)
+        fds += (forks,)
+    return Child(name, module_command("runtime.node"), told | own, stop_s=40, fds=fds)
 
 
 def scaling_bounds(settings: Settings) -> dict[str, str]:

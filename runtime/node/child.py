@@ -16,6 +16,7 @@ from runtime.config import RuntimeSettings
 from runtime.core.fleet.crash_backoff import Quarantine
 from runtime.device.stepping import Stepping, Watchdog
 from store.contract.wire import ModelState
+from store.fork.client import ForkedProcess, ForkServer, NotForked
 
 log = structlog.get_logger()
 
@@ -35,7 +36,10 @@ class DeviceChild:
         self.stepping = Stepping(self._stepping_fd)
         self._watchdog = Watchdog(self.stepping, settings.hang_s, settings.build_hang_s)
         self.quarantine = Quarantine()
-        self._process: asyncio.subprocess.Process | None = None  # the last process started
+        self._process: asyncio.subprocess.Process | ForkedProcess | None = None  # the last process started
+        # The ranks of a group choose their devices before torch is imported, so a group's processes are executed.
+        forkable = command is DEVICE and settings.tensor_parallel == 1
+        self._forks = ForkServer.at(settings.fork_server_fd) if forkable else None
         self._hangs = ""  # why the process was killed; empty: not killed for a hang
         self._starts_since: float | None = None  # None: the process has sent a message
         self.failed_starts = 0  # processes in a row that ended before the first message
@@ -48,7 +52,7 @@ class DeviceChild:
             self._process = await self._started(theirs.fileno())
         return await ipc.NodeEnd.open(ours)
 
-    async def _started(self, fd: int) -> asyncio.subprocess.Process:
+    async def _started(self, fd: int) -> asyncio.subprocess.Process | ForkedProcess:
         settings = self._settings
         environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "PYTHONUNBUFFERED": "1"}
         began = ipc.Began(
@@ -63,10 +67,15 @@ class DeviceChild:
             tensor_parallel=settings.tensor_parallel,
             load_helpers=settings.load_helpers,
         )
+        fds = [fd, self._host_cache, self._stepping_fd]
+        if self._forks is not None:
+            try:
+                files = {number: number for number in (0, 1, 2, *fds)}
+                return await self._forks.fork(self._command[-1], began.arguments(), environment, files)
+            except NotForked as error:
+                log.warning("node.device_not_forked", reason=str(error))
         return await asyncio.create_subprocess_exec(
-            *(*self._command, *began.arguments()),
-            env=environment,
-            pass_fds=[fd, self._host_cache, self._stepping_fd],
+            *(*self._command, *began.arguments()), env=environment, pass_fds=fds
         )
 
     async def end(self) -> None:

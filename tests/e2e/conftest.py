@@ -19,6 +19,8 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT, free_port
+from tests.forks import forked_for
+from tests.forks import shared as forks_of_tests
 
 MODELS = ROOT / "deploy" / "demo" / "models"
 READY_S = 240  # at most: libraries of 2 GB may have to be read from a slow disk, by four processes at once
@@ -42,7 +44,10 @@ class Platform:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self, *arguments: str) -> None:
+        forks = None if self.limited else forks_of_tests()  # limits are inherited, and a shared server has none
         environment = {k: v for k, v in os.environ.items() if not k.startswith("STACCATO_")} | self.settings
+        if forks:
+            environment["STACCATO_FORK_SERVER_FD"] = str(forks.fd)
         command = [
             *self.limited,
             str(Path(sys.executable).with_name("staccato")),
@@ -53,7 +58,14 @@ class Platform:
             str(self.port),
         ]
         with (self.data.parent / f"{self.data.name}.up.log").open("a") as log:
-            self.process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log, env=environment, text=True)
+            self.process = subprocess.Popen(
+                [*command, *arguments],
+                stdout=log,
+                stderr=log,
+                env=environment,
+                text=True,
+                pass_fds=(forks.fd,) if forks else (),
+            )
         self.until(lambda: httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200, READY_S)
 
     def until(self, done: Any, timeout_s: float = 30.0) -> None:
@@ -81,7 +93,9 @@ class Platform:
     def children(self, *words: str) -> list[psutil.Process]:
         assert self.process is not None
         found = []
-        for child in psutil.Process(self.process.pid).children(recursive=True):
+        tree = psutil.Process(self.process.pid).children(recursive=True)
+        forked = forked_for({self.process.pid, *(child.pid for child in tree)})
+        for child in (*tree, *forked, *(below for fork in forked for below in fork.children(recursive=True))):
             with contextlib.suppress(psutil.Error):  # the process may just have ended
                 if all(any(word in part for part in child.cmdline()) for word in words):
                     found.append(child)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 
 from runtime import ipc
 from store.contract.wire import Finish, Run
+from store.fork.client import ForkedProcess
 from tests.conftest import ROOT
+from tests.forks import shared
 from tests.runtime.engines import payload, spec
 
 SOON_S = 120
@@ -22,12 +25,17 @@ class DeviceProcess:
     @classmethod
     async def start(cls, pool_bytes: int, host_bytes: int, tensor_parallel: int = 1) -> DeviceProcess:
         self = cls()
+        self.process: asyncio.subprocess.Process | ForkedProcess
         ours, theirs = ipc.pair()
         with theirs:
             began = ipc.Began(theirs.fileno(), "round-robin", pool_bytes, host_bytes, tensor_parallel=tensor_parallel)
-            self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "runtime.device", *began.arguments()), pass_fds=[theirs.fileno()], cwd=ROOT
-            )
+            fd, forks = theirs.fileno(), shared()
+            if forks is None or tensor_parallel > 1:
+                command = (sys.executable, "-m", "runtime.device", *began.arguments())
+                self.process = await asyncio.create_subprocess_exec(*command, pass_fds=[fd], cwd=ROOT)
+            else:
+                files = {number: number for number in (0, 1, 2, fd)}
+                self.process = await forks.fork("runtime.device", began.arguments(), os.environ, files)
         self.end = await ipc.NodeEnd.open(ours)
         self.state = ipc.State()
         self.said: dict[int, list[int]] = {}

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from gateway.ops import supervise
 from gateway.ops.supervise import DEATHS_MOST, HEALTHY_S, Child, GaveUp, Log, Restarts, Tree
 from gateway.ops.troubles import Troubles, known
-from tests.conftest import soon
+from store.fork import client as fork
+from tests.conftest import ROOT, soon
 
 PYTHON = sys.executable
 SLEEPS = "import time; print('here', flush=True); time.sleep(60)"
@@ -60,6 +62,79 @@ async def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
     assert len(said) == 1 and said[0].startswith("ledger was killed by SIGKILL, starting it again in 0.1 s")
     await tree.stop()
     assert not alive(second)
+
+
+class Forking:
+    """A tree with a fork server, and the module `forked` that its children run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.said = folder, list[str]()
+        self.ours, self.theirs = fork.sockets()
+        self.tree = Tree(folder / "logs", self.said.append, forks=fork.ForkServer(self.ours))
+        self.environment = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}"} | fork.VARIABLES
+
+    def serve(self, *modules: str) -> None:
+        command = fork.server_command(self.theirs.fileno(), modules)
+        server = Child("fork-server", command, self.environment, fds=(self.theirs.fileno(),), needed=False)
+        self.tree.start().start(server, lambda name, error: None)
+
+    def start(self, code: str) -> None:
+        (self.folder / "forked.py").write_text(code)
+        command = (PYTHON, "-P", "-m", "forked")
+        self.tree.start(Child("gateway", command, self.environment, 5.0, forked=True))
+
+    def parent(self, pid: int) -> str:
+        """Return the command line of the parent of the process `pid`."""
+        status = Path(f"/proc/{pid}/status").read_text()
+        return Path(f"/proc/{status.partition('PPid:')[2].split()[0]}/cmdline").read_text()
+
+
+@pytest.fixture
+async def forking(tmp_path: Path) -> AsyncIterator[Forking]:
+    forking = Forking(tmp_path)
+    yield forking
+    await forking.tree.stop()
+    forking.ours.close()
+    forking.theirs.close()
+
+
+async def test_a_forked_child_is_kept_alive_and_stopped_as_an_executed_child_is(forking: Forking) -> None:
+    forking.serve()
+    ending = "import sys; print('last words', flush=True); sys.exit(3)"
+    forking.start(appends(forking.folder / "pids", "time.sleep(60)"))
+    (first,) = await pids(forking.folder / "pids", 1)
+    assert "store.fork.server" in forking.parent(first) and os.getpgid(first) == first
+    os.kill(first, signal.SIGKILL)
+    _, second = await pids(forking.folder / "pids", 2)
+    assert forking.said[0].startswith("gateway was killed by SIGKILL, starting it again in 0.1 s")
+    (forking.folder / "forked.py").write_text(ending)
+    os.kill(second, signal.SIGTERM)
+    await soon(lambda: any(said.startswith("gateway exited with code 3") for said in forking.said))
+    assert "last words" in (forking.folder / "logs" / "gateway.log").read_text()
+    began_s = time.monotonic()
+    await forking.tree.stop()
+    assert time.monotonic() - began_s < 4
+
+
+async def test_without_a_server_fit_to_fork_the_child_is_executed(forking: Forking) -> None:
+    (forking.folder / "threaded.py").write_text(
+        "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
+    )
+    forking.serve("threaded")
+    forking.start(appends(forking.folder / "pids"))
+    (pid,) = await pids(forking.folder / "pids", 1)
+    assert "store.fork.server" not in forking.parent(pid)
+    assert forking.said == ["gateway is started without the fork server: the imported modules have started 1 threads"]
+
+
+async def test_a_tree_that_stops_does_not_wait_for_a_server_that_still_imports(forking: Forking) -> None:
+    (forking.folder / "slow.py").write_text("import time; time.sleep(60)")
+    forking.serve("slow")
+    forking.start(appends(forking.folder / "pids"))
+    await asyncio.sleep(0.3)
+    began_s = time.monotonic()
+    await forking.tree.stop()
+    assert time.monotonic() - began_s < 4 and not (forking.folder / "pids").exists()
 
 
 async def test_what_is_started_first_is_stopped_last_and_a_tier_together(tmp_path: Path) -> None:

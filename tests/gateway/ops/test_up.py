@@ -26,8 +26,9 @@ from tests.conftest import free_port
 # The whole of `up`, with stand-ins for the roles: a server that answers /readyz and, with the text of DATA/fleet.json,
 # /api/v1/fleet, and a program that waits.
 STAND_INS = """
-import sys
+import os, sys
 from gateway.ops import up
+os.environ["STACCATO_FORK_SERVER"] = "false"
 READY = '''
 import http.server, os, pathlib
 class Ready(http.server.BaseHTTPRequestHandler):
@@ -191,7 +192,7 @@ def test_only_a_number_that_follows_the_load_makes_the_scheduler_decide_on_the_n
 
 def test_of_a_number_that_follows_the_load_the_first_runtimes_are_for_prompts(tmp_path: Path) -> None:
     settings = load(data=tmp_path, runtimes=2, runtimes_most=3, prefill=1)
-    roles = [up.runtime(settings, 9, name).environment["STACCATO_ROLE"] for name in up.runtime_ids(settings)]
+    roles = [up.runtime(settings, 9, -1, name).environment["STACCATO_ROLE"] for name in up.runtime_ids(settings)]
     assert roles == ["prefill", "decode", "decode"]
 
 
@@ -332,7 +333,8 @@ def test_a_role_is_told_every_setting_that_it_shares_with_the_gateway(
     role: type[BaseSettings], told: tuple[str, ...]
 ) -> None:
     shared = role.model_fields.keys() & Settings.model_fields.keys()
-    given_otherwise = {"nats_credentials", "runtimes_most"}  # credentials are each role's own; see `scaling_bounds`
+    # Credentials are each role's own; for the others, see `scaling_bounds` and `runtime`.
+    given_otherwise = {"nats_credentials", "runtimes_most", "fork_server_fd"}
     assert shared <= {*told, *given_otherwise}
 
 

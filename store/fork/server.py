@@ -1,0 +1,240 @@
+"""The fork server: `python -P -m store.fork.server FD MODULE...` imports the modules once, and then forks processes.
+
+Importing vLLM takes many seconds of processor time and hundreds of MB. A process that is forked from a process with
+vLLM in memory starts at once, and shares the memory of the libraries. store/fork/client.py is the other side.
+
+The server has a single thread, and answers orders that come as packets over the socket FD. A forked process ends with
+the server: the kernel sees to the end. The server ends a process when the asker of the process is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import setproctitle
+
+ORDER_BYTES_MOST = 1 << 20
+FDS_MOST = 64
+PR_SET_PDEATHSIG = 1
+
+
+class ForkOrder(msgspec.Struct, frozen=True):
+    """A process to fork. The reply's socket and the files `fds` travel beside the order, in this sequence."""
+
+    module: str  # run as `python -m` would
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    fds: tuple[int, ...]  # numbers under which the process has the files
+    group: bool  # the process leads a process group of its own
+    asker: int  # id of the asking process
+
+
+class Forked(msgspec.Struct, frozen=True, tag="Forked"):
+    """The process runs. A pidfd of the process travels beside the message."""
+
+    pid: int
+
+
+class Unfit(msgspec.Struct, frozen=True, tag="Unfit"):
+    """The server can't fork; the asker starts the process in another way."""
+
+    why: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag="Ended"):
+    """The process has ended. `code` is negative for a signal."""
+
+    code: int
+
+
+ENCODER = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class EnvironmentChanges:
+    """EnvironmentChanges of the environment by imported modules, which a forked process finds imported."""
+
+    made: dict[str, str]
+    removed: frozenset[str]
+
+    @staticmethod
+    def since(before: dict[str, str]) -> EnvironmentChanges:
+        """Return the changes that turned the environment `before` into the present environment."""
+        made = {name: value for name, value in os.environ.items() if before.get(name) != value}
+        return EnvironmentChanges(made, frozenset(before.keys() - os.environ.keys()))
+
+    def applied(self, environment: dict[str, str]) -> dict[str, str]:
+        """Return `environment` with the changes."""
+        return {name: value for name, value in environment.items() if name not in self.removed} | self.made
+
+
+@dataclass(frozen=True, eq=False)
+class Fork:
+    """A living process, as the server knows the process."""
+
+    pid: int
+    pidfd: int
+    reply: socket.socket
+    group: bool
+
+    def end(self) -> None:
+        """Kill the process, and the process's group if the process has a group of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            (os.killpg if self.group else os.kill)(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+        self.reply.close()
+
+
+class Server:
+    """Forks processes to order, and tells each asker how the process ended."""
+
+    def __init__(self, orders: socket.socket, unfit: str | None, imported: EnvironmentChanges) -> None:
+        """`unfit`: why this process must not be forked; None: this process can be forked.
+
+        `imported`: what the imported modules did to the environment."""
+        self._orders, self._unfit, self._imported = orders, unfit, imported
+        self._forks: dict[int, Fork] = {}  # by the number of the pidfd, and by the number of the reply's socket
+        self._poll = select.poll()
+        self._poll.register(orders, select.POLLIN)
+
+    def run(self) -> ForkOrder:
+        """Serve orders. Returns in a forked process alone, with the order for the process. Raises SystemExit at the
+        end of the last asker."""
+        while True:
+            number, _ = self._poll.poll()[0]  # a single event: the event's work may give a number to another file
+            if number == self._orders.fileno():
+                if order := self._take():
+                    return order
+                continue
+            fork = self._forks[number]
+            if number == fork.pidfd:
+                self._ended(fork)
+            else:  # the asker is gone
+                self._poll.unregister(number)
+                fork.end()
+
+    def _take(self) -> ForkOrder | None:
+        """Fork to order. Returns None in the server, and the order in the new process."""
+        data, received, _, _ = socket.recv_fds(self._orders, ORDER_BYTES_MOST, FDS_MOST)
+        if not data:
+            raise SystemExit(0)
+        order = msgspec.json.decode(data, type=ForkOrder)
+        reply, files = socket.socket(fileno=received[0]), received[1:]
+        if self._unfit is not None:
+            _say(reply, Unfit(self._unfit))
+            _close(reply, files)
+            return None
+        if _hangs_up(reply):
+            _close(reply, files)
+            return None
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._leave(order, reply, files, server)
+            return order
+        if order.group:
+            os.setpgid(pid, pid)  # the new process does the same: whoever comes first
+        fork = Fork(pid, os.pidfd_open(pid), reply, order.group)
+        for file in files:
+            os.close(file)
+        self._forks[fork.pidfd] = self._forks[reply.fileno()] = fork
+        self._poll.register(fork.pidfd, select.POLLIN)
+        self._poll.register(reply, select.POLLIN)
+        with contextlib.suppress(OSError):
+            socket.send_fds(reply, [ENCODER.encode(Forked(pid))], [fork.pidfd])
+        return None
+
+    def _ended(self, fork: Fork) -> None:
+        _, status = os.waitpid(fork.pid, 0)
+        _say(fork.reply, Ended(os.waitstatus_to_exitcode(status)))
+        with contextlib.suppress(KeyError):  # the asker went first
+            self._poll.unregister(fork.reply)
+        self._poll.unregister(fork.pidfd)
+        del self._forks[fork.pidfd], self._forks[fork.reply.fileno()]
+        fork.close()
+
+    def _leave(self, order: ForkOrder, reply: socket.socket, files: list[int], server: int) -> None:
+        """Make the forked process one of the asker: with the files and the environment of the order alone."""
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:  # the server died before prctl
+            os._exit(1)
+        if order.group:
+            os.setpgid(0, 0)
+        above = max(order.fds, default=2) + 1
+        kept = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(above, 3)) for file in files]
+        _close(reply, files)
+        for fork in set(self._forks.values()):
+            fork.close()
+        self._orders.close()
+        for file, number in zip(kept, order.fds, strict=True):
+            os.dup2(file, number, inheritable=number < 3)
+            os.close(file)
+        os.environ.clear()
+        os.environ.update(self._imported.applied(order.environment))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = [order.module, *order.arguments]
+        title = (sys.executable, "-P", "-m", order.module, *order.arguments, f"(forked for {order.asker})")
+        setproctitle.setproctitle(" ".join(title))
+
+
+def _say(reply: socket.socket, message: Unfit | Ended) -> None:
+    with contextlib.suppress(OSError):  # the asker is gone
+        reply.send(ENCODER.encode(message))
+
+
+def _close(reply: socket.socket, files: list[int]) -> None:
+    reply.close()
+    for file in files:
+        os.close(file)
+
+
+def _hangs_up(reply: socket.socket) -> bool:
+    """Whether the asker has closed the other end. Askers write nothing, so a readable end is a closed end."""
+    return bool(select.select([reply], [], [], 0)[0])
+
+
+def unfit() -> str | None:
+    """Return why this process must not be forked, or None.
+
+    A fork has the forking thread alone, so a second thread's locks would stay locked; and a fork has no GPU, if the
+    process has begun with the GPU.
+    """
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads > 1:
+        return f"the imported modules have started {threads - 1} threads"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "the imported modules have begun with the GPU"
+    return None
+
+
+def main() -> None:
+    orders = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started the server ends the server
+    setproctitle.getproctitle()  # finds the title's place, which is found while the environment is as it was
+    before = dict(os.environ)
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # collections of forked processes pass over what was imported, and write into no shared page
+    order = Server(orders, unfit(), EnvironmentChanges.since(before)).run()
+    runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
