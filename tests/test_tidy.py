@@ -75,6 +75,7 @@ MAY_IMPORT = {
     "store/contract": "",
     "store/db": "store/*",
     "store/files": "",
+    "store/fork": "",
     "store/telemetry": "",
     "migrations": "store/db",
     "migrations/versions": "store/db",
