@@ -70,7 +70,8 @@ class RuntimeSettings(BaseSettings):
     load_helpers: Annotated[tuple[_Helper, ...], NoDecode, BeforeValidator(_numbers)] = ()
     host_cache: ByteSize = ByteSize(_memory() // 2)  # bound on images of models and parked requests in host memory
     host_cache_fd: int = -1  # host cache file shared by the runtimes of a node; -1: the runtime has a private cache
-    fork_server_fd: int = -1  # inherited socket for orders to a fork server; -1: the device process is executed
+    fork_server: bool = True  # fork the device process from a process that has imported vLLM
+    fork_server_fd: int = -1  # inherited socket for orders to a fork server; -1: the runtime starts a server of its own
     threads: int = _threads()  # compute threads of the device process, without a GPU
     journal: Path | None = None  # folder in which each runtime keeps a journal of its decisions
     profile: Path | None = None  # costs of this machine (`staccato profile`); without a profile, guessed at first

@@ -43,7 +43,10 @@ READY_PERIOD_S = 0.1
 LOOPBACK = "127.0.0.1"
 
 # Settings told to each role. A runtime never learns the database's address or the operator's key.
-RUNTIME_SETTINGS = ("nats_url", "nats_ca", "device_memory", "host_cache", "policy", "journal", "log_level")
+RUNTIME_SETTINGS = (
+    *("nats_url", "nats_ca", "device_memory", "host_cache", "policy", "journal", "log_level"),
+    "fork_server",
+)
 SCHEDULER_SETTINGS = ("nats_url", "nats_ca", "log_level")
 LEDGER_SETTINGS = ("nats_url", "nats_ca", "database_url", "request_days", "log_level")
 

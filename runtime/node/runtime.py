@@ -31,6 +31,7 @@ from runtime.migration.migrate import Migrations
 from runtime.migration.peers import Peers, name_of
 from runtime.migration.receiver import BlockReceiver
 from runtime.node.child import DEVICE, DeviceChild
+from runtime.node.forks import with_fork_server
 from runtime.node.gateways import Gateways
 from runtime.node.grammars import Grammars
 from runtime.node.lease import LeaseKeeper
@@ -298,8 +299,9 @@ async def serve(
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     user = grants.runtime(settings.runtime_id)
-    async with Bus.connect(settings.nats_url, user.name, user, settings.nats_credentials, settings.nats_ca) as bus:
-        await Node(bus, settings, traces, device).run(stop)
+    connecting = Bus.connect(settings.nats_url, user.name, user, settings.nats_credentials, settings.nats_ca)
+    async with with_fork_server(settings) as served, connecting as bus:
+        await Node(bus, served, traces, device).run(stop)
 
 
 def main() -> int:
