@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine cores live in this process
+os.environ["VLLM_ENABLE_CUDAGRAPH_GC"] = "1"  # else vLLM thaws the whole heap after each capture of graphs
 
 from runtime.engine.settings import check_version, engine_args  # isort: skip  (sets vLLM's environment, so: first)
 
@@ -27,10 +28,12 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.sample import logits_processor, sampler
 from vllm.v1.sample.ops import logprobs
+from vllm.v1.worker import gpu_worker
 
 from runtime.core.engine import EngineError, Hold, Told
 from runtime.engine import ranks
@@ -54,6 +57,9 @@ current_platform.register_triton_kernel_overrides = cache(  # type: ignore[metho
     current_platform.register_triton_kernel_overrides
 )
 vars(logits_processor)["_load_logitsprocs_plugins"] = cache(logits_processor._load_logitsprocs_plugins)
+# vLLM freezes the heap after each build, and a frozen engine is never collected: the heap would have to thaw, and a
+# collection that visits every module keeps all requests waiting for half a second. See `freeze_heap`.
+vars(engine_core)["freeze_gc_heap"] = vars(gpu_worker)["freeze_gc_heap"] = lambda: None
 # Code compiled at first use keeps all requests on the device waiting: 3.5 s at the first request for logprobs.
 vars(sampler)["batched_count_greater_than"] = inspect.unwrap(logprobs.batched_count_greater_than)
 
@@ -75,6 +81,15 @@ class Meta(msgspec.Struct, frozen=True):
     layout: list[tuple[int, int]]  # (offset, bytes) of each piece
     golden: Golden
     sequential: bool  # in a batch the model answers otherwise than alone: the model's requests run one at a time
+
+
+def freeze_heap() -> None:
+    """Take every object of now, modules above all, out of later collections. To be called while there is no engine.
+
+    The objects of engines stay: some thousand for each engine, so a collection at the end of an engine takes
+    milliseconds."""
+    gc.collect()
+    gc.freeze()
 
 
 def _nobody(read_bytes: int, files_bytes: int) -> None:
@@ -259,13 +274,11 @@ class _FromFiles(DefaultModelLoader):
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Collect the model of a failed build: the error's frames and the heap frozen by vLLM still hold the model."""
+    """Collect the model of a failed build: the error's frames still hold the model."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-    gc.unfreeze()
     gc.collect()
-    gc.freeze()
 
 
 def _content(state: PageState, owner: int, caches: Mapping[int, str]) -> Content:

@@ -454,9 +454,7 @@ class VllmEngine:
         for module in self._model.modules():  # torch keeps a tied weight, and the weight's loader keeps packed weights
             vars(module).pop("cpu_linear", None)
         del module, core, self._scheduler, self._blocks, self._worker, self._model, self._grammars
-        gc.unfreeze()  # a built EngineCore freezes the heap: still frozen, the core would never be collected
-        gc.collect()
-        gc.freeze()
+        gc.collect()  # the core is a cycle of objects; see `freeze_heap` in builder.py
         self.kv.reservation.release()
         self.weights.close()
         self.home.leave()

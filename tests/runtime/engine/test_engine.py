@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -252,3 +254,18 @@ def test_another_version_of_vllm_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
     with pytest.raises(EngineError, match=r"0\.99\.1 is installed, this build needs >= 0\.32\.0, < 0\.33\.0"):
         check_version()
+
+
+def test_an_engine_comes_and_goes_while_the_heap_of_modules_stays_frozen(random_models: dict[str, Path]) -> None:
+    """A collection that visits the modules keeps every model of a device waiting for half a second."""
+    from runtime.engine.builder import Builder, freeze_heap
+
+    build = Builder(POOL_BYTES, HOST_BYTES)
+    freeze_heap()
+    frozen = gc.get_freeze_count()
+    engine = awake(build(spec(random_models["llama"])))
+    core = weakref.ref(engine._core)  # type: ignore[attr-defined]
+    assert 0.9 * frozen < gc.get_freeze_count() <= frozen, "a frozen engine is never collected"
+    engine.close()
+    assert core() is None and 0.9 * frozen < gc.get_freeze_count() <= frozen
+    build.close()
