@@ -572,7 +572,7 @@ def main() -> None:
     builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd, began.load_helpers)
     freeze_heap()
     self_check(builder)
-    freeze_heap()  # a build imports further modules
+    freeze_heap()  # builds import modules
     build = GroupBuild(builder, others) if others else builder
     journal = None
     if began.journal:

@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,22 +64,40 @@ class Ended(msgspec.Struct, frozen=True, tag="Ended"):
 ENCODER = msgspec.json.Encoder()
 
 
-@dataclass(frozen=True)
 class EnvironmentChanges:
-    """EnvironmentChanges of the environment by imported modules, which a forked process finds imported."""
+    """Changes of the environment by imported modules, which a forked process finds imported.
 
-    made: dict[str, str]
-    removed: frozenset[str]
+    Every change counts, also a variable set to the value that the server's variable had: the variable of a forked
+    process may have another value."""
 
-    @staticmethod
-    def since(before: dict[str, str]) -> EnvironmentChanges:
-        """Return the changes that turned the environment `before` into the present environment."""
-        made = {name: value for name, value in os.environ.items() if before.get(name) != value}
-        return EnvironmentChanges(made, frozenset(before.keys() - os.environ.keys()))
+    def __init__(self) -> None:
+        self._made: dict[str, str] = {}
+        self._removed: set[str] = set()
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what the context does to `os.environ`."""
+        putenv, unsetenv = os.putenv, os.unsetenv
+
+        def put(name: bytes, value: bytes) -> None:
+            self._made[os.fsdecode(name)] = os.fsdecode(value)
+            self._removed.discard(os.fsdecode(name))
+            putenv(name, value)
+
+        def unset(name: bytes) -> None:
+            self._made.pop(os.fsdecode(name), None)
+            self._removed.add(os.fsdecode(name))
+            unsetenv(name)
+
+        vars(os).update(putenv=put, unsetenv=unset)  # called by os.environ
+        try:
+            yield
+        finally:
+            vars(os).update(putenv=putenv, unsetenv=unsetenv)
 
     def applied(self, environment: dict[str, str]) -> dict[str, str]:
         """Return `environment` with the changes."""
-        return {name: value for name, value in environment.items() if name not in self.removed} | self.made
+        return {name: value for name, value in environment.items() if name not in self._removed} | self._made
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,12 +246,13 @@ def main() -> None:
     orders = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started the server ends the server
     setproctitle.getproctitle()  # finds the title's place, which is found while the environment is as it was
-    before = dict(os.environ)
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
+    changes = EnvironmentChanges()
+    with changes.noted():
+        for module in sys.argv[2:]:
+            importlib.import_module(module)
     gc.collect()
     gc.freeze()  # collections of forked processes pass over what was imported, and write into no shared page
-    order = Server(orders, unfit(), EnvironmentChanges.since(before)).run()
+    order = Server(orders, unfit(), changes).run()
     runpy.run_module(order.module, run_name="__main__", alter_sys=True)
 
 

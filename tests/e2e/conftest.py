@@ -90,12 +90,17 @@ class Platform:
         assert len(found) == 1, f"{words}: {len(found)} processes"
         return found[0]
 
-    def children(self, *words: str) -> list[psutil.Process]:
+    def everyone(self) -> list[psutil.Process]:
+        """The processes of the platform, `staccato up` first."""
         assert self.process is not None
+        root = psutil.Process(self.process.pid)
+        tree = [root, *root.children(recursive=True)]
+        forked = forked_for({process.pid for process in tree})
+        return [*tree, *forked, *(below for fork in forked for below in fork.children(recursive=True))]
+
+    def children(self, *words: str) -> list[psutil.Process]:
         found = []
-        tree = psutil.Process(self.process.pid).children(recursive=True)
-        forked = forked_for({self.process.pid, *(child.pid for child in tree)})
-        for child in (*tree, *forked, *(below for fork in forked for below in fork.children(recursive=True))):
+        for child in self.everyone()[1:]:
             with contextlib.suppress(psutil.Error):  # the process may just have ended
                 if all(any(word in part for part in child.cmdline()) for word in words):
                     found.append(child)

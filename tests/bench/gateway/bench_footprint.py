@@ -77,13 +77,13 @@ def main() -> None:
                     continue
                 print(json.dumps({"ready_s": [round(statistics.median(times), 1), *map(_tenth, sorted(times))]}))
                 assert platform.process is not None
-                running = processes(platform.process.pid)
+                running = processes(platform.everyone())
                 print(json.dumps({"deployed": 0, "memory": memory(running)}), flush=True)
                 time.sleep(SETTLE_S)
                 print(json.dumps({"deployed": 0, **idle(running)}), flush=True)
                 deploy(platform)
                 time.sleep(SETTLE_S)
-                running = processes(platform.process.pid)  # with the renderers started by now
+                running = processes(platform.everyone())  # with the renderers started by now
                 print(json.dumps({"deployed": 3, "memory": memory(running)}), flush=True)
                 print(json.dumps({"deployed": 3, **idle(running)}), flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import psutil
 
 # Words of a command line → the bench's name of the process.
 NAMES = {
+    "store.fork.server": "fork server",
     "nats-server": "nats",
     "store.db.ledger": "ledger",
     "runtime.node": "node",
@@ -23,13 +25,13 @@ NAMES = {
 LIGHT = ("nats", "supervisor", "ledger", "node", "pulse", "renderer")  # processes that must not load torch
 
 
-def processes(supervisor: int) -> dict[str, psutil.Process]:
-    """Every process of the tree by name; further processes of a name are numbered ("renderer 2"). Raises KeyError for a
-    process without a name: then NAMES is not complete."""
-    root = psutil.Process(supervisor)
+def processes(everyone: Iterable[psutil.Process]) -> dict[str, psutil.Process]:
+    """The processes of a platform by name; further processes of a name are numbered ("renderer 2").
+
+    Raises KeyError for a process without a name: then NAMES is not complete."""
     running: dict[str, psutil.Process] = {}
     kinds = Counter[str]()
-    for process in (root, *root.children(recursive=True)):
+    for process in everyone:
         try:
             name = _name(process)
         except (psutil.NoSuchProcess, psutil.ZombieProcess):

@@ -122,7 +122,7 @@ def runtime_on(host: Host, fleet: Fleet, port: int, log: Path) -> Iterator[psuti
     """Run r2 on the host, with the settings that the supervisor gave r1."""
     first = fleet.platform.runtime("r1")
     assert first is not None
-    told = {name: value for name, value in first.environ().items() if name != "STACCATO_HOST_CACHE_FD"}
+    told = {name: value for name, value in first.environ().items() if not name.endswith("_FD")}
     told |= {"STACCATO_RUNTIME_ID": "r2", "STACCATO_TRANSPORT_BIND": THERE, "STACCATO_TRANSPORT_PLAINTEXT": "true"}
     told["STACCATO_NATS_CREDENTIALS"] = str(known_to_the_bus(fleet, "r2"))
     told["STACCATO_NATS_URL"] = re.sub(r"127\.0\.0\.1:\d+", f"{HERE}:{port}", told["STACCATO_NATS_URL"])

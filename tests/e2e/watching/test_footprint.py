@@ -16,8 +16,7 @@ def running(platform: Platform) -> dict[str, psutil.Process]:
     """Processes of the platform by name, after a chat at least, so that a renderer runs."""
     body = {"model": "faq", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
     platform.post("/v1/chat/completions", body, platform.keys["acme"])
-    assert platform.process is not None
-    return processes(platform.process.pid)
+    return processes(platform.everyone())
 
 
 @pytest.mark.parametrize("name", LIGHT)

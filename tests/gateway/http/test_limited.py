@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,11 +140,11 @@ async def test_requests_per_minute_are_counted_said_and_refused(tenant: Tenant) 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tokens_are_reserved_before_a_runtime_hears_of_the_request(tenant: Tenant, stream: bool) -> None:
     await tenant.limited(tokens_per_minute=100)
+    began_s = time.monotonic()
     answer = await tenant.ask(stream=stream)
-    assert answer.status_code == 200
-    assert (
-        answer.headers["x-ratelimit-limit-tokens"] == "100" and answer.headers["x-ratelimit-remaining-tokens"] == "93"
-    )
+    assert answer.status_code == 200 and answer.headers["x-ratelimit-limit-tokens"] == "100"
+    filled = math.ceil((time.monotonic() - began_s) * 100 / 60)  # on a busy machine, the bucket fills meanwhile
+    assert int(answer.headers["x-ratelimit-remaining-tokens"]) in range(93, 93 + filled)
     answer = await tenant.ask(max_tokens=96, stream=stream)  # with its prompt a whole minute's
     refused(answer, "tokens")
     assert answer.headers.get_list("x-ratelimit-limit-tokens") == ["100"] and len(tenant.runtime.runs) == 1

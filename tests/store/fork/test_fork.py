@@ -34,7 +34,7 @@ class ForkServerOfTest:
         (self.folder / f"{name}.py").write_text(textwrap.dedent(source))
 
     def start(self, *modules: str) -> None:
-        environment = {"PYTHONPATH": f"{ROOT}:{self.folder}", "GONE": "1", "KEPT": "1"} | client.VARIABLES
+        environment = {"PYTHONPATH": f"{ROOT}:{self.folder}", "GONE": "1", "KEPT": "1", "OTHER": "1"} | client.VARIABLES
         command = client.server_command(self.theirs.fileno(), modules)
         self.process = subprocess.Popen(command, env=environment, pass_fds=[self.theirs.fileno()])
 
@@ -47,7 +47,7 @@ class ForkServerOfTest:
     async def fork(self, module: str, *arguments: str, fds: Mapping[int, int] = {}, group: bool = False) -> ForkedRun:
         reading, writing = os.pipe()
         files = {0: 0, 1: writing, 2: 2} | dict(fds)
-        process = await self.forks.fork(module, arguments, {"NAME": "value", "GONE": "2"}, files, group)
+        process = await self.forks.fork(module, arguments, {"NAME": "value", "GONE": "2", "KEPT": "2"}, files, group)
         os.close(writing)
         return ForkedRun(process, reading)
 
@@ -81,14 +81,14 @@ async def server(tmp_path: Path) -> AsyncIterator[ForkServerOfTest]:
 
 
 async def test_a_fork_runs_a_module_with_its_arguments_environment_and_files_alone(server: ForkServerOfTest) -> None:
-    server.module("imported", "import os; os.environ['SET'] = 'by import'; os.environ.pop('GONE'); COUNT = [0]")
+    server.module("imported", "import os; os.environ['KEPT'] = '1'; os.environ.pop('GONE'); COUNT = [0]")
     server.module(
         "said",
         """
         import atexit, imported, json, os, sys
         imported.COUNT[0] += 1
         atexit.register(print, "at exit")
-        names = ("NAME", "SET", "GONE", "KEPT")
+        names = ("NAME", "GONE", "KEPT", "OTHER")
         files = sorted(int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}"))
         print(json.dumps([sys.argv, [os.environ.get(name) for name in names], imported.COUNT, files]))
         os.write(9, b"nine")
@@ -102,7 +102,7 @@ async def test_a_fork_runs_a_module_with_its_arguments_environment_and_files_alo
         theirs.close()
         argv = f'["{server.folder}/said.py", "one", "two words"]'
         said = await run.output()
-        assert said == f'[{argv}, ["value", "by import", null, null], [1], [0, 1, 2, 9]]\nat exit\n'
+        assert said == f'[{argv}, ["value", null, "1", null], [1], [0, 1, 2, 9]]\nat exit\n'
         assert ours.recv(10) == b"nine"
         assert await run.process.wait() == run.process.returncode == 7
         ours.close()
