@@ -105,6 +105,12 @@ class RuntimeSettings(BaseSettings):
         """Raises ValueError with a single sentence if a setting can't work on this machine."""
         if self.policy not in POLICIES:
             raise ValueError(f"no turn policy {self.policy!r}: choose one of {', '.join(POLICIES)}")
+        if self.fork_server_fd >= 0:
+            try:
+                os.fstat(self.fork_server_fd)
+            except OSError as error:
+                said = f"STACCATO_FORK_SERVER_FD={self.fork_server_fd} is no open file of this process"
+                raise ValueError(f"{said}: leave the variable out, and the runtime starts a fork server") from error
         if self.journal is not None and not (self.journal.is_dir() and os.access(self.journal, os.W_OK)):
             raise ValueError(f"STACCATO_JOURNAL={self.journal} is no folder to write into: make it, or name another")
         if self.profile is not None:

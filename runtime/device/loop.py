@@ -561,8 +561,8 @@ def main() -> None:
 
     check_library()  # a missing library is reported before imports that take seconds
     others = Others(began) if began.tensor_parallel > 1 else None
-    from runtime.engine.builder import Builder, freeze_heap  # takes seconds, so only this process imports the builder
-    from runtime.engine.selfcheck import self_check
+    from runtime.engine.builder import Builder  # takes seconds, so only this process imports the builder
+    from runtime.engine.selfcheck import prepare
 
     end = DeviceEnd(socket.socket(fileno=began.pipe_fd))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the node decides when this process ends
@@ -570,9 +570,7 @@ def main() -> None:
     if others:
         others.meet()
     builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd, began.load_helpers)
-    freeze_heap()
-    self_check(builder)
-    freeze_heap()  # builds import modules
+    prepare(builder)
     build = GroupBuild(builder, others) if others else builder
     journal = None
     if began.journal:

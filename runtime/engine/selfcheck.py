@@ -24,7 +24,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from runtime.core.device.request import RequestId
 from runtime.core.engine import EngineError
 from runtime.engine import ranks
-from runtime.engine.builder import Builder
+from runtime.engine.builder import Builder, freeze_heap
 from runtime.engine.vllm import VllmEngine
 from store.contract.wire import EngineSpec
 
@@ -33,6 +33,15 @@ HEADS_LEAST, VOCABULARY, CONTEXT, TOKENS = 2, 97, 64, 12
 HEAD_WIDTHS, DTYPES = {"cpu": 32, "cuda": 64}, {"cpu": "float32", "cuda": "bfloat16"}
 PARKED_EVERY = 3  # steps
 MOVE_S = 10.0
+
+
+def prepare(build: Builder) -> None:
+    """Make a new device process ready for its first model: the self-check, and a heap of modules that is frozen.
+
+    Raises EngineError."""
+    freeze_heap()
+    self_check(build)
+    freeze_heap()  # the toy's build has imported further modules
 
 
 def self_check(build: Builder) -> None:

@@ -85,14 +85,12 @@ def main() -> None:
     first = began.first
     see_one_device(began.rank, first.tensor_parallel)
     from runtime.engine import ranks
-    from runtime.engine.builder import Builder, freeze_heap
-    from runtime.engine.selfcheck import self_check
+    from runtime.engine.builder import Builder
+    from runtime.engine.selfcheck import prepare
 
     ranks.join(began.rank, first.tensor_parallel, began.folder)
     build = Builder(first.pool_bytes, first.host_bytes, first.host_fd)
-    freeze_heap()
-    self_check(build)
-    freeze_heap()  # a build imports further modules
+    prepare(build)
     Follower(build, Connection(began.calls_fd)).run()
     os._exit(0)
 

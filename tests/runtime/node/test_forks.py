@@ -51,3 +51,8 @@ async def test_a_node_starts_no_server_unasked(settings: RuntimeSettings, update
     asked = settings.model_copy(update=update)
     async with with_fork_server(asked) as served:
         assert served == asked and not servers()
+
+
+def test_a_socket_that_is_not_open_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match="STACCATO_FORK_SERVER_FD=999 is no open file.* leave the variable out"):
+        RuntimeSettings(host_cache=ByteSize(1 << 20), fork_server_fd=999).check()
