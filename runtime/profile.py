@@ -31,6 +31,7 @@ from runtime.core.ledgers.costs import Fit, Law, ModelCosts, ModelSize, Profile,
 from runtime.memory.native import LibraryMissing, PoolError
 from store.contract.wire import EngineSpec
 from store.files import artefact
+from store.files.model_config import Config
 from store.settings import read
 from store.telemetry import observe
 
@@ -452,7 +453,7 @@ def model_folders(paths: Iterable[Path]) -> list[Path]:
 
 def spec_of(folder: Path) -> EngineSpec:
     """Spec of the model in `folder` as for a deployment, with the longest context of the model."""
-    architecture = msgspec.json.decode((folder / "config.json").read_bytes(), type=artefact.Config).architectures[:1]
+    architecture = msgspec.json.decode((folder / "config.json").read_bytes(), type=Config).architectures[:1]
     found = artefact.inspect(folder, frozenset(architecture))
     return EngineSpec(
         key=folder.name,
@@ -463,6 +464,7 @@ def spec_of(folder: Path) -> EngineSpec:
         max_model_len=found.context_tokens,
         weight_bytes=found.weight_bytes_as("auto"),
         kv_bytes_per_token=found.kv_bytes_per_token,
+        kv_layers=found.kv_layers_as("auto"),
     )
 
 
