@@ -509,6 +509,7 @@ class Lease(Message, frozen=True, kw_only=True, tag="Lease"):
     page_bytes: int = 0
     pages_total: int = 0  # pages of the device pool
     pages_used: int = 0
+    block_tokens: int = 0  # tokens of a block of attention in the runtime's engines; 0: not known
     models: dict[str, ModelState] = {}
     attainment: dict[str, Attained] = {}  # by Run.label, since the device process started
     accounts: Accounts = Accounts()
