@@ -12,14 +12,16 @@ is the engine's. If a plan assumes another size, the plan is wrong by at most a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Generic, TypeVar
 
 import msgspec
 
 BLOCK_TOKENS = 16  # vLLM's block on GPUs
+CURVES_MOST = 4096  # curves kept: a fleet has thousands of models of few sizes
 Size = TypeVar("Size", int, float)
 
 
@@ -66,10 +68,9 @@ class KvCurve(Generic[Size]):
             size += each * min(tokens, reach * requests)
         return size
 
-    def each(self, lengths: Iterable[int]) -> Size:
+    def each(self, lengths: Sequence[int]) -> Size:
         """Bytes that requests of the given lengths, in tokens, hold together."""
         if not self.windows:
-            lengths = [*lengths]
             return self.bytes(sum(lengths), len(lengths))
         size = self.token_bytes * 0
         for tokens in lengths:
@@ -80,13 +81,24 @@ class KvCurve(Generic[Size]):
         """Bytes that the next token of a request of `tokens` tokens adds."""
         return self.token_bytes + sum([each for reach, each in self.windows if tokens < reach])
 
-    def length(self, size: float, most: int) -> int:
-        """Tokens, at most `most`, of the longest request that holds no more than `size` bytes."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.bytes(middle) <= size else (low, middle - 1)
-        return low
+    def tokens(self, size: float, requests: int, most: int) -> int:
+        """Tokens in total, at most `most`, with which `requests` equally long requests hold no more than `size` bytes.
+
+        Returns a negative number if not even the states of the requests fit."""
+        rest, at = size - self.request_bytes * requests, 0
+        slope = self.token_bytes + sum([each for _, each in self.windows])
+        for reach, each in self.windows:
+            segment = (reach * requests - at) * slope
+            if segment > rest:
+                break
+            rest, at, slope = rest - segment, reach * requests, slope - each
+        if not slope:
+            return most if rest >= 0 else -1
+        return min(most, at + int(rest // slope))
+
+    def last(self, tokens: int) -> Size:
+        """Bytes, of those that a request holds, that change until its end: windows and states."""
+        return self.bytes(tokens) - self.token_bytes * tokens
 
 
 def written_bytes(kept: Sequence[KeptLayers]) -> int:
@@ -94,7 +106,8 @@ def written_bytes(kept: Sequence[KeptLayers]) -> int:
     return sum([each.layers * each.bytes for each in kept if each.kind is not LayerKind.STATE])
 
 
-def curve_of(kept: Sequence[KeptLayers]) -> KvCurve[int]:
+@lru_cache(maxsize=CURVES_MOST)
+def curve_of(kept: tuple[KeptLayers, ...]) -> KvCurve[int]:
     """Curve of a model with the layers `kept`, with the padding of blocks of BLOCK_TOKENS tokens.
 
     A window holds part of a block more than its tokens, a token less than a block in the mean."""

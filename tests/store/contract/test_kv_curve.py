@@ -52,14 +52,24 @@ def test_the_next_token_adds_the_growth(kept: tuple[KeptLayers, ...], tokens: in
     assert curve.bytes(tokens + 1) == curve.bytes(tokens) + curve.growth(tokens)
 
 
-@given(kept=models(), most=st.integers(1, 5000), size=st.integers(0, 1 << 30))
-def test_the_longest_request_in_some_bytes_is_no_longer_than_fits(
-    kept: tuple[KeptLayers, ...], most: int, size: int
+@given(kept=models(), most=st.integers(1, 50_000), size=st.integers(0, 1 << 30), requests=st.integers(1, 9))
+def test_as_many_tokens_as_fit_some_bytes_and_no_more(
+    kept: tuple[KeptLayers, ...], most: int, size: int, requests: int
 ) -> None:
     curve = curve_of(kept)
-    tokens = curve.length(size, most)
-    assert tokens == 0 or curve.bytes(tokens) <= size
-    assert tokens == most or curve.bytes(tokens + 1) > size
+    tokens = curve.tokens(size, requests, most)
+    assert tokens <= most
+    assert curve.bytes(tokens, requests) <= size if tokens >= 0 else curve.bytes(0, requests) > size
+    assert tokens == most or curve.bytes(max(0, tokens + 1), requests) > size
+
+
+@given(kept=models(), tokens=st.integers(1, 5000))
+def test_what_lies_still_and_what_changes_until_the_end_is_what_a_request_holds(
+    kept: tuple[KeptLayers, ...], tokens: int
+) -> None:
+    curve = curve_of(kept)
+    assert curve.token_bytes * tokens + curve.last(tokens) == curve.bytes(tokens)
+    assert curve.last(tokens) == 0 or {each.kind for each in kept} != {FULL}
 
 
 @given(layers=st.integers(1, 90), size=st.integers(1, 9000), tokens=st.integers(1, 9000), block=st.integers(1, 128))
