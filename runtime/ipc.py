@@ -157,6 +157,7 @@ class State(msgspec.Struct, frozen=True, tag="State"):
     page_bytes: int = 0
     pages_total: int = 0
     pages_used: int = 0
+    block_tokens: int = 0  # tokens of a block of attention; 0: not known
     attainment: dict[str, wire.Attained] = {}  # by label
     accounts: wire.Accounts = wire.Accounts()
     wakes: dict[str, wire.Spread] = {}

@@ -31,6 +31,7 @@ from runtime.core.ledgers.costs import Fit, Law, ModelCosts, ModelSize, Profile,
 from runtime.memory.native import LibraryMissing, PoolError
 from store.contract.wire import EngineSpec
 from store.files import artefact
+from store.files.model_config import Config
 from store.settings import read
 from store.telemetry import observe
 
@@ -205,7 +206,7 @@ def decode(model: MeasuredModel, prompt: int, batches: Sequence[int]) -> None:
 
 def there_and_back(model: MeasuredModel, prompt: int) -> None:
     """Measures the copy of a single request's KV cache out and back. The weights stay, so nothing else is copied."""
-    kv_bytes = round((prompt + sum(model.made.values())) * model.size.kv_bytes_per_token)
+    kv_bytes = round(model.size.kv.bytes(prompt + sum(model.made.values())))
     model.times.copy[kv_bytes] += [model.go(), model.come()]
     model.step()
 
@@ -317,6 +318,8 @@ def model_costs(size: ModelSize, times: MeasuredTimes) -> tuple[ModelCosts, Fit]
     costs = ModelCosts(
         weight_bytes=size.weight_bytes,
         kv_bytes_per_token=size.kv_bytes_per_token,
+        kv_layers=size.kv_layers or msgspec.UNSET,
+        step_s_of_windows=msgspec.UNSET,  # a part of the measured time per token
         load_s=fixed_s + per_byte * size.weight_bytes,
         load_fixed_s=fixed_s,
         switch_s=_switch_s(times),
@@ -342,7 +345,7 @@ def law(models: Sequence[tuple[ModelSize, MeasuredTimes]]) -> tuple[Law, Fit]:
                 "step_s_per_weight_byte": [size.weight_bytes for size, *_ in steps],
                 "step_s_per_request": [requests for _, requests, *_ in steps],
                 "step_s_per_parameter": [size.parameters * requests for size, requests, *_ in steps],
-                "step_s_per_kv_byte": [size.kv_bytes_per_token * context for size, _, context, _ in steps],
+                "step_s_per_kv_byte": [size.kv.bytes(context, requests) for size, requests, context, _ in steps],
             },
             [s for *_, s in steps],
         ),
@@ -452,7 +455,7 @@ def model_folders(paths: Iterable[Path]) -> list[Path]:
 
 def spec_of(folder: Path) -> EngineSpec:
     """Spec of the model in `folder` as for a deployment, with the longest context of the model."""
-    architecture = msgspec.json.decode((folder / "config.json").read_bytes(), type=artefact.Config).architectures[:1]
+    architecture = msgspec.json.decode((folder / "config.json").read_bytes(), type=Config).architectures[:1]
     found = artefact.inspect(folder, frozenset(architecture))
     return EngineSpec(
         key=folder.name,
@@ -463,6 +466,7 @@ def spec_of(folder: Path) -> EngineSpec:
         max_model_len=found.context_tokens,
         weight_bytes=found.weight_bytes_as("auto"),
         kv_bytes_per_token=found.kv_bytes_per_token,
+        kv_layers=found.kv_layers_as("auto"),
     )
 
 

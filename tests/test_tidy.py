@@ -74,7 +74,7 @@ MAY_IMPORT = {
     "store": "store/contract",
     "store/contract": "",
     "store/db": "store/*",
-    "store/files": "",
+    "store/files": "store/contract",
     "store/fork": "",
     "store/telemetry": "",
     "migrations": "store/db",

@@ -75,7 +75,7 @@ class Platform:
     def device_bytes(self) -> int:
         """Resident memory of the runtime's device process, which holds the engines of every model."""
         tree = psutil.Process(self.process.pid).children(recursive=True)
-        return sum(child.memory_info().rss for child in tree if "runtime.device" in child.cmdline())
+        return sum(child.memory_info().rss for child in tree if "-m runtime.device" in " ".join(child.cmdline()))
 
 
 @contextlib.asynccontextmanager

@@ -365,7 +365,7 @@ def _check_room(engine: wire.EngineSpec, name: str, pool_bytes: int) -> None:
 
     The runtime knows the need to the page; this check answers at once.
     """
-    needed = engine.weight_bytes + engine.kv_bytes_per_token * engine.max_model_len
+    needed = engine.weight_bytes + engine.kv.bytes(engine.max_model_len)
     if 0 < pool_bytes < needed:
         raise invalid(
             "/model",

@@ -6,7 +6,7 @@ runtime's models, `profile` of the runtime's machine, `guess` without a profile.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 from starlette.responses import Response
@@ -17,11 +17,14 @@ from gateway.core.objectives import objective, unmeetable
 from gateway.http.api import OF_TENANT, Call, Operation, Shown, answered
 from runtime.core.ledgers.costs import Law, ModelCosts, model_size, unknown
 from store.contract.deployments import Deployment, Spec
+from store.contract.kv_curve import BLOCK_TOKENS, KvBlocks
 from store.contract.priorities import priority
 from store.contract.wire import EngineSpec, Lease, ModelState, Residency
 from store.db import billing, deployments
 from store.db.database import now_us
 from store.db.deployments import engine_of
+
+PIECE_TOKENS = 2048  # most tokens of a prompt in a step: vLLM's default for engines
 
 
 class Estimate(Shown, frozen=True, kw_only=True):
@@ -43,7 +46,8 @@ class PlannedRuntime(Shown, frozen=True, kw_only=True):
     reason: str | None  # reason if the model does not fit
     memory_bytes: int
     weights_bytes: int  # in whole pages
-    kv_tokens: int  # beside the weights, with the whole device for the model
+    longest_request_bytes: int  # KV cache that a request of max_model_len tokens holds at its end
+    kv_tokens: int  # in requests of max_model_len tokens beside the weights, with the whole device for the model
     longest_requests: int  # requests of max_model_len tokens that kv_tokens hold at once
     kv_tokens_now: int  # without taking a page from a present model
     cold_start: ColdStart
@@ -116,14 +120,14 @@ def planned(
 
 def on(lease: Lease, engine: EngineSpec) -> PlannedRuntime:
     """Plan the engine on one runtime."""
-    weights = -(-engine.weight_bytes // lease.page_bytes)
-    longest = -(-engine.kv_bytes_per_token * engine.max_model_len // lease.page_bytes)
-    reason = _misfit(lease, engine, weights, longest)
+    weights, longest = -(-engine.weight_bytes // lease.page_bytes), _longest(lease, engine)
+    reason = _misfit(lease, engine, weights, -(-longest.peak_bytes // lease.page_bytes))
     costs, by = _costs(lease, engine)
     state = lease.models.get(engine.key) or ModelState(residency=Residency.COLD)
 
     def tokens(pages: int) -> int:
-        return max(0, pages) * lease.page_bytes // max(1, engine.kv_bytes_per_token)
+        room = max(0, pages * lease.page_bytes - longest.idle_bytes)
+        return room * engine.max_model_len // max(1, longest.held_bytes)
 
     room = tokens(lease.pages_total - weights)
     return PlannedRuntime(
@@ -132,6 +136,7 @@ def on(lease: Lease, engine: EngineSpec) -> PlannedRuntime:
         reason=reason,
         memory_bytes=lease.pages_total * lease.page_bytes,
         weights_bytes=weights * lease.page_bytes,
+        longest_request_bytes=longest.held_bytes,
         kv_tokens=room,
         longest_requests=room // engine.max_model_len,
         kv_tokens_now=tokens(lease.pages_total - lease.pages_used - weights),
@@ -144,6 +149,29 @@ def on(lease: Lease, engine: EngineSpec) -> PlannedRuntime:
         longest_prompt=_known(state.prefill_ms, costs.prefill(engine.max_model_len), by),
         busy=round(sum(state.busy for state in lease.models.values()), 4),
     )
+
+
+class Longest(NamedTuple):
+    """KV cache of a request of max_model_len tokens, in bytes."""
+
+    held_bytes: int  # at the end of the request
+    peak_bytes: int  # that the model must have
+    idle_bytes: int  # of the block that no request gets
+
+
+def _longest(lease: Lease, engine: EngineSpec) -> Longest:
+    """Count whole blocks as the runtime's engines do.
+
+    The count is exact if the runtime says the length of its blocks, and if the model keeps vLLM's default. Otherwise
+    the count is wrong by at most a block of each group of layers, of the longer of the two lengths. An engine spec of
+    an earlier version has bytes for each token instead of layers."""
+    tokens = engine.max_model_len
+    if not engine.kv_layers:
+        size = engine.kv_bytes_per_token * tokens
+        return Longest(size, size, 0)
+    blocks = KvBlocks.of(engine.kv_layers, lease.block_tokens or BLOCK_TOKENS)
+    peak_bytes = (1 + blocks.peak(tokens, PIECE_TOKENS)) * blocks.block_bytes
+    return Longest(blocks.bytes(tokens), peak_bytes, blocks.block_bytes)
 
 
 def _misfit(lease: Lease, engine: EngineSpec, weights: int, longest: int) -> str | None:

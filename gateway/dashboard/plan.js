@@ -69,7 +69,7 @@ export async function show(root, { who, signal, say }) {
     found.hidden = false;
     verdict.className = said.fits && !said.objective ? "" : "wrong";
     setText(verdict, [said.fits ? "It fits." : `It does not fit: ${said.reasons.join("; ")}.`, said.objective ?? ""].join(" ").trim());
-    const rows = { Weights: bytes(said.weight_bytes), "KV cache of a token": bytes(said.kv_bytes_per_token), Context: `${count(said.max_model_len)} tokens`, Price: priced(said.price) };
+    const rows = { Weights: bytes(said.weight_bytes), "KV cache written for a token": bytes(said.kv_bytes_per_token), Context: `${count(said.max_model_len)} tokens`, Price: priced(said.price) };
     facts.replaceChildren(...Object.entries(rows).flatMap(([name, text]) => [h("dt", {}, name), h("dd", {}, text)]));
     runtimes.update(said.runtimes, (one) => one.id);
     slows.update(said.slows, (one) => `${one.runtime} ${one.tenant} ${one.deployment}`);

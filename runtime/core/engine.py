@@ -257,6 +257,7 @@ class EngineBuilder(Protocol):
     life: int  # number of this process among all past and present users of the host cache; from 1
     pages_total: int  # pages of the device pool
     page_bytes: int
+    block_tokens: int  # tokens of a block of attention, as the self-check found; 0: there was no self-check
 
     def __call__(self, spec: EngineSpec, told: Told, /) -> Engine:
         """Build an engine and put the weights into the host cache. The new engine holds no pages.

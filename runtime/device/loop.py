@@ -430,6 +430,7 @@ class Device:
             page_bytes=pages.page_bytes,
             pages_total=pages.total,
             pages_used=pages.used,
+            block_tokens=self._build.block_tokens,
             models={str(key): self._model_state(model) for key, model in self.instance.models.items()},
             attainment=dict(self.instance.requests.attainment.totals),
             accounts=self.account.shown(self._clock(), len(self.instance.requests) > 0),

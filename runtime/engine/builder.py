@@ -114,7 +114,7 @@ class Builder:
         kept = host_bytes // KEPT_PART
         self.images = Images.create(host_bytes, kept) if host_fd < 0 else Images.open(host_fd, kept)
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
-        self.life = self.images.life
+        self.life, self.block_tokens = self.images.life, 0
 
     def hold(self, blocks: list[int], block_bytes: int, life: int) -> Hold | None:
         return self.images.hold(blocks, block_bytes, life)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_kv_cache_groups
@@ -34,16 +33,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from runtime.core.engine import EngineError
-
-
-class LayerKind(Enum):
-    """What the layers of a group forget."""
-
-    FULL = "full"
-    WINDOW = "window"
-    CHUNK = "chunk"
-    STATE = "state"
-
+from store.contract.kv_curve import BlockTable, LayerKind
 
 KINDS: dict[type[KVCacheSpec], LayerKind] = {  # exact types: a subclass may keep its blocks otherwise
     FullAttentionSpec: LayerKind.FULL,
@@ -55,37 +45,15 @@ KINDS: dict[type[KVCacheSpec], LayerKind] = {  # exact types: a subclass may kee
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGroup:
+class LayerGroup(BlockTable):
     """Layers that share a block table."""
 
-    kind: LayerKind
-    size: int  # tokens of a block
-    reach: int  # tokens of the window or of a chunk; 0 for other kinds
     most: int  # blocks that a request of full length holds at most, at any time
     layers: int
-
-    def forgotten(self, computed: int) -> int:
-        """Number of tokens, from the first on, that the layers never read again once `computed` are computed."""
-        match self.kind:
-            case LayerKind.FULL:
-                return 0
-            case LayerKind.WINDOW:
-                return max(0, computed - self.reach + 1)
-            case LayerKind.CHUNK:
-                return computed // self.reach * self.reach
-            case LayerKind.STATE:
-                return max(0, computed - 1)
 
     def live(self, computed: int) -> range:
         """Places of the block table that matter once `computed` tokens are computed."""
         return range(self.forgotten(computed) // self.size, -(-computed // self.size))
-
-    def need(self, before: int, after: int) -> int:
-        """Blocks that a request holds after the step that took the request from `before` to `after` tokens."""
-        blocks = -(-after // self.size)
-        if self.kind is LayerKind.STATE:
-            return 1 + (before > 0 and -(-before // self.size) != blocks)
-        return blocks - min(self.forgotten(before) // self.size, blocks)
 
     def held(self, table: Sequence[KVCacheBlock]) -> int:
         """Blocks that a request with this block table holds; null blocks do not count."""

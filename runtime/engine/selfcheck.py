@@ -45,7 +45,9 @@ def prepare(build: Builder) -> None:
 
 
 def self_check(build: Builder) -> None:
-    """Check vLLM with a toy. Raises EngineError with the difference between vLLM's behaviour and the expected one."""
+    """Check vLLM with a toy, and note the length of the toy's blocks: models have blocks of the same length.
+
+    Raises EngineError with the difference between vLLM's behaviour and the expected one."""
     with tempfile.TemporaryDirectory() as folder:
         spec = toy(Path(folder), "cpu" if current_platform.is_cpu() else "cuda")
         engine = build.build(spec, skip_tokenizer_init=True)
@@ -62,6 +64,7 @@ def self_check(build: Builder) -> None:
             raise EngineError(f"{build.version}: a request that was parked says {parked}, alone it says {alone}")
         if (wrong := engine.check()) is not None:
             raise EngineError(f"{build.version}: a toy that was moved fails its check: {wrong}")
+        build.block_tokens = engine.kv_form.tokens
     finally:
         engine.close()
         build.images.discard(engine.key)

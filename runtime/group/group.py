@@ -143,7 +143,7 @@ class GroupBuild:
         """Call after the self-check of `build`: then vLLM has made every group of processes."""
         others.met()
         self._build, self._others = build, others
-        self.version, self.life = build.version, build.life
+        self.version, self.life, self.block_tokens = build.version, build.life, build.block_tokens
         self.pages_total, self.page_bytes = build.pages_total, build.page_bytes * others.size
 
     def __call__(self, spec: EngineSpec, told: Told, /) -> Engine:

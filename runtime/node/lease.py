@@ -83,6 +83,7 @@ class LeaseKeeper:
             page_bytes=state.page_bytes,
             pages_total=state.pages_total,
             pages_used=state.pages_used,
+            block_tokens=state.block_tokens,
             models=self._models(),
             attainment=state.attainment,
             accounts=state.accounts,

@@ -119,7 +119,7 @@ class LeasedFleet:
         free = headroom(sum(state.high for _, state in models))
         used = sum(needed_pages(state) for _, state in models)
         step_bytes = sum(
-            self._specs[key].kv_bytes_per_token * state.running for key, state in models if key in self._specs
+            _step_bytes(self._specs[key], state, lease.page_bytes) for key, state in models if key in self._specs
         )
         head = max([state.head_bytes for _, state in models], default=0)  # the next request to run is no larger
         waited = sum(state.head_bytes + state.queued_bytes for _, state in models)
@@ -334,6 +334,14 @@ def _shown(order: wire.Migrate | wire.Drain) -> dict[str, object]:
             return {"target": target, "model": model, "requests": "all" if count >= ALL else count}
         case wire.Drain(on=on):
             return {"drain": on}
+
+
+def _step_bytes(spec: wire.EngineSpec, state: wire.ModelState, page_bytes: int) -> int:
+    """Bytes of KV cache that a step of every running request adds, if the requests are equally long."""
+    if not state.running:
+        return 0
+    each = needed_pages(state) * page_bytes // state.running
+    return spec.kv.growth(max(0, spec.kv.tokens(each, 1, spec.max_model_len))) * state.running
 
 
 async def serve(settings: SchedulerSettings) -> None:

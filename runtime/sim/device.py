@@ -137,14 +137,15 @@ class SimulatedDevice:
         for model in self.instance.models.values():
             if not model.has_requests:
                 continue
-            each = self.costs[model.key].kv_bytes_per_token
-            there = each if model.phase is Phase.RESIDENT else 0.0
+            kv, there = self.costs[model.key].kv, model.phase is Phase.RESIDENT
             for request in model.queues.running.values():
                 rank, moves = request.objective.priority, request.id in moving
-                found.append(RequestMemory(request.id, model.key, rank, request.context * there, there, moves=moves))
+                holds = kv.bytes(request.context) if there else 0.0
+                grows = kv.growth(request.context) if there else 0.0
+                found.append(RequestMemory(request.id, model.key, rank, holds, grows, moves=moves))
             for request in sorted(model.queues.waiting.values(), key=_came):
-                rank, moves, needs = request.objective.priority, request.id in moving, (request.context + 1) * each
-                found.append(RequestMemory(request.id, model.key, rank, needs, each, True, moves))
+                rank, moves, needs = request.objective.priority, request.id in moving, kv.bytes(request.context + 1)
+                found.append(RequestMemory(request.id, model.key, rank, needs, kv.growth(request.context), True, moves))
         return found
 
     def request(self, key: ModelKey, id: RequestId) -> Request:

@@ -8,6 +8,7 @@ from runtime.core.ledgers.costs import ModelCosts
 from runtime.core.ledgers.estimate import StepTimes
 from store.contract.wire import Finish
 
+TOKENS_MOST = 1 << 40  # a bound for models whose requests do not grow
 TOKENS: list[list[int]] = [[0] * count for count in range(AHEAD + 1)]  # placeholders for `count` tokens
 
 _LENGTH = Finish.LENGTH  # bound once: needed for every request
@@ -42,7 +43,7 @@ class SimulatedEngine:
         "_prompt_tokens",
         "_context",
         "_page_bytes",
-        "_token_bytes",
+        "_curve",
         "_unused",
         "_kept",
         "_wanted_bytes",
@@ -50,7 +51,7 @@ class SimulatedEngine:
 
     def __init__(self, costs: ModelCosts, page_bytes: int, block_tokens: int = 1) -> None:
         self.costs, self._times = costs, StepTimes(costs)
-        self._page_bytes, self._token_bytes = page_bytes, costs.kv_bytes_per_token
+        self._page_bytes, self._curve = page_bytes, costs.kv
         self._unused = (block_tokens - 1) // 2  # unused tokens of a request's last block, in the mean
         self._kept = block_tokens if block_tokens > 1 else 0  # tokens of the block that vLLM gives to no request
         self.weights_pages = -(-costs.weight_bytes // page_bytes)
@@ -78,12 +79,12 @@ class SimulatedEngine:
 
     def _pages(self, tokens: int, count: int) -> int:
         """Pages for `tokens` tokens in total of `count` requests."""
-        return -(-int((tokens + self._unused * count + self._kept) * self._token_bytes) // self._page_bytes)
+        return -(-int(self._curve.bytes(tokens + self._unused * count + self._kept, count)) // self._page_bytes)
 
     @property
     def kv_bytes(self) -> float:
         """Bytes of KV cache copied when the model is parked or comes back."""
-        return self._context * self._token_bytes
+        return self._curve.bytes(self._context, len(self.streams))
 
     def add(self, request: Request, output_tokens: int) -> None:
         stream = self.streams[request.id] = SimulatedStream(request, output_tokens)
@@ -111,10 +112,12 @@ class SimulatedEngine:
 
     def plan(self, most: int, batched_tokens: int) -> tuple[int, float]:
         """Number of equal steps to make next, at most `most`, and the seconds of a step. 0 steps if pages are short."""
-        count, times, room = len(self.streams), self._times, self._room()
+        count, times = len(self.streams), self._times
+        room = self._room(count)
         if self._aside or room < self._prompt_tokens + count - len(self._prompts):
             self._fit()
-            count, room = len(self.streams), self._room()
+            count = len(self.streams)
+            room = self._room(count)
         if self._prompts:
             tokens, older = self._prompt_tokens, count - len(self._prompts)
             if room < tokens + older:
@@ -169,22 +172,22 @@ class SimulatedEngine:
         """Whether the engine wants more pages than at the last `tell`."""
         count = len(self.streams)
         tokens = self._context + self._prompt_tokens + count + self._unused * count + self._kept
-        return tokens * self._token_bytes >= self._wanted_bytes + 1
+        return self._curve.bytes(tokens, count) >= self._wanted_bytes + 1
 
-    def _room(self) -> int:
-        """Tokens whose keys and values still fit the pages held."""
+    def _room(self, count: int) -> int:
+        """Tokens that still fit the pages held, if the `count` requests of the batch are equally long."""
         taken = self._context + self._unused * len(self.streams) + self._kept
-        return int(float(self.kv * self._page_bytes) // (self._token_bytes or 1.0)) - taken
+        return self._curve.tokens(float(self.kv * self._page_bytes), count, TOKENS_MOST) - taken
 
     def _fit(self) -> None:
         """Puts the newest streams aside if the next tokens lack room, as vLLM with this project's scheduler does."""
         everybody = [*self.streams.values(), *self._aside.values()]
         self._context = self._prompt_tokens = 0
         self.streams, self._aside, self._prompts = {}, {}, []
-        left = self._room()
+        size, tokens = float(self.kv * self._page_bytes), self._kept
         for stream in everybody:
-            left -= stream.context + max(1, stream.prompt) + self._unused
-            if self.streams and left < 0:
+            tokens += stream.context + max(1, stream.prompt) + self._unused
+            if self.streams and tokens > self._curve.tokens(size, len(self.streams) + 1, TOKENS_MOST):
                 self._aside[stream.id] = stream
                 continue
             self.streams[stream.id] = stream

@@ -101,8 +101,14 @@ class Moves:
         self.world.at(self.world.now + self._copy_s(move, tokens), self._copied, move)
 
     def _copy_s(self, move: SimulatedMove, tokens: int) -> float:
+        """Seconds to copy `tokens` tokens of the layers that keep every token."""
         costs = move.source.costs[move.request.model]
-        return tokens * costs.kv_bytes_per_token * costs.copy_s_per_byte
+        return tokens * costs.kv.token_bytes * costs.copy_s_per_byte
+
+    def _last_s(self, move: SimulatedMove) -> float:
+        """Seconds to copy windows and states, which move at the end alone."""
+        costs = move.source.costs[move.request.model]
+        return costs.kv.last(move.request.context) * costs.copy_s_per_byte
 
     def _copied(self, move: SimulatedMove) -> None:
         if not self._possible(move):
@@ -125,7 +131,7 @@ class Moves:
         if source.gone or target.gone or not source.has(request):
             return False
         there = target.load()
-        needed = request.context * self.world.costs[request.model].kv_bytes_per_token
+        needed = self.world.costs[request.model].kv.bytes(request.context)
         return needed <= there.kv_bytes - there.used_bytes
 
     def _leave(self, move: SimulatedMove) -> None:
@@ -137,7 +143,9 @@ class Moves:
         self.paused[request.id] = move
         source.happen(MoveStep("release", request.model, request.id))
         world.cluster.ended(request, source.number)
-        pause_s = PAUSE_S + self._copy_s(move, request.context - move.copied) if request.computed else 0.0
+        pause_s = 0.0
+        if request.computed:
+            pause_s = PAUSE_S + self._copy_s(move, request.context - move.copied) + self._last_s(move)
         world.at(world.now + pause_s, self._land, move)
 
     def _land(self, move: SimulatedMove) -> None:

@@ -19,6 +19,7 @@ from runtime.sim.fleet import Changes, simulate
 from runtime.sim.trace import Trace
 from runtime.sim.workload import BASE_SIZES, Workload
 from runtime.sim.world import SimulationResult
+from store.contract.kv_curve import KeptLayers
 
 BYTES_PER_PARAMETER = 2  # bfloat16
 
@@ -29,13 +30,14 @@ class Stated(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_bytes_per_token: NotNegative
     parameters: Count | None = None
     weight_bytes: Count | None = None
+    kv_layers: tuple[KeptLayers, ...] = ()  # what the layers keep; empty: every layer keeps every token
 
     def size(self, name: str) -> ModelSize:
         parameters = self.parameters or (self.weight_bytes or 0) // BYTES_PER_PARAMETER
         if not parameters:
             raise ValueError(f"model {name!r} has neither `parameters` nor `weight_bytes`: state one of them")
         weight_bytes = self.weight_bytes or BYTES_PER_PARAMETER * parameters
-        return ModelSize(name, weight_bytes, self.kv_bytes_per_token, parameters)
+        return ModelSize(name, weight_bytes, self.kv_bytes_per_token, parameters, self.kv_layers)
 
 
 class Alone(NamedTuple):
@@ -114,7 +116,7 @@ def _prefill_s(costs: ModelCosts, tokens: int, batched_tokens: int) -> float:
 
 
 def _too_large(costs: ModelCosts, context: int, profile: Profile) -> Iterable[str]:
-    needed = costs.weight_bytes + context * costs.kv_bytes_per_token
+    needed = costs.weight_bytes + costs.kv.bytes(context)
     if needed > profile.memory_bytes:
         yield (
             f"its weights and its longest context, {context} tokens, take {needed / 1e9:.3g} GB, and a "
@@ -174,7 +176,8 @@ def _size(name: str, index: int, sizes: Mapping[str, ModelSize] | None) -> Model
 def read_sizes(path: Path) -> dict[str, ModelSize]:
     """Reads sizes by model from a JSON object, or from a CSV with a column `model`.
 
-    A model has `parameters` or `weight_bytes`, or both, and `kv_bytes_per_token`. Raises ValueError, OSError."""
+    A model has `parameters` or `weight_bytes`, or both, and `kv_bytes_per_token`; in JSON also `kv_layers`, if not
+    every layer keeps every token. Raises ValueError, OSError."""
     try:
         if path.suffix == ".json":
             stated = msgspec.json.decode(path.read_bytes(), type=dict[str, Stated])

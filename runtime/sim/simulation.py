@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from runtime.core.device.request import ModelKey, Request, RequestId
 from runtime.core.fleet.cluster import Cluster, Rules
 from runtime.core.ledgers.costs import ModelCosts, Profile
@@ -78,4 +80,5 @@ def _spec(name: str, costs: ModelCosts) -> EngineSpec:
         max_model_len=1 << 20,
         weight_bytes=costs.weight_bytes,
         kv_bytes_per_token=round(costs.kv_bytes_per_token),
+        kv_layers=costs.kv_layers or msgspec.UNSET,
     )

@@ -216,7 +216,7 @@ def with_burst(workload: Workload, requests: int, at_s: float, seed: int) -> Wor
     The model is the model whose tokens take most memory. The prompts have 100 to 300 tokens, the answers 600 to
     1,000."""
     rng = np.random.default_rng([seed, 25])
-    model = max(range(len(workload.models)), key=lambda number: workload.models[number].kv_bytes_per_token)
+    model = max(range(len(workload.models)), key=lambda number: workload.models[number].kv.growth(0))
     times = np.concatenate([workload.at_s, at_s + rng.random(requests)])
     order = np.argsort(times, kind="stable")
     none = np.zeros(requests, np.int32)

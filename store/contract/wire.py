@@ -8,11 +8,14 @@ names the message and both versions.
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
+from operator import add
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import astuple
 
 from store.contract.elapsed import Elapsed
+from store.contract.kv_curve import KeptLayers, KvCurve, curve_of
 from store.contract.priorities import Priority
 
 VERSION = 1
@@ -121,11 +124,18 @@ class EngineSpec(Message, frozen=True, kw_only=True, tag="EngineSpec"):
     dtype: str  # auto | bfloat16 | float16 | float32
     max_model_len: int  # tokens
     weight_bytes: int
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # written by all layers
     idle_s: float | None = None  # seconds without a request until the model is parked; None: until pages are needed
     pinned: bool = False  # an idle model keeps its pages, unless another model would wait for ever
     replicas: int = 0  # runtimes that host the model; 0: all runtimes
     reasoning_parser: str = ""  # vLLM's name of the parser of thinking: a grammar begins behind the thinking
+    # What the layers keep. Unset: every layer keeps every token, and the message is as before there was the field.
+    kv_layers: tuple[KeptLayers, ...] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def kv(self) -> KvCurve[int]:
+        """KV cache that requests of the model hold. Callers in a loop keep the curve."""
+        return curve_of(self.kv_layers) if self.kv_layers else KvCurve(self.kv_bytes_per_token, 0)
 
 
 class Run(Message, frozen=True, kw_only=True, tag="Run"):
@@ -223,21 +233,11 @@ class Spent(msgspec.Struct, frozen=True, array_like=True):
     cache_byte_s: int = 0
 
     def plus(self, other: Spent) -> Spent:
-        return Spent(
-            self.gpu_us + other.gpu_us,
-            self.switch_us + other.switch_us,
-            self.kv_byte_s + other.kv_byte_s,
-            self.cache_byte_s + other.cache_byte_s,
-        )
+        return Spent(*map(add, astuple(self), astuple(other)))
 
     def most(self, other: Spent) -> Spent:
         """Return the greater value of each field."""
-        return Spent(
-            max(self.gpu_us, other.gpu_us),
-            max(self.switch_us, other.switch_us),
-            max(self.kv_byte_s, other.kv_byte_s),
-            max(self.cache_byte_s, other.cache_byte_s),
-        )
+        return Spent(*map(max, astuple(self), astuple(other)))
 
 
 NOTHING_SPENT = Spent()
@@ -509,6 +509,7 @@ class Lease(Message, frozen=True, kw_only=True, tag="Lease"):
     page_bytes: int = 0
     pages_total: int = 0  # pages of the device pool
     pages_used: int = 0
+    block_tokens: int = 0  # tokens of a block of attention in the runtime's engines; 0: not known
     models: dict[str, ModelState] = {}
     attainment: dict[str, Attained] = {}  # by Run.label, since the device process started
     accounts: Accounts = Accounts()

@@ -56,6 +56,7 @@ def engine_of(spec: Spec, model: StoredModel) -> wire.EngineSpec:
         max_model_len=tokens,
         weight_bytes=artefact.weight_bytes_as(spec.dtype),
         kv_bytes_per_token=artefact.kv_bytes_per_token * (2 if spec.dtype == "float32" else 1),
+        kv_layers=artefact.kv_layers_as(spec.dtype) or msgspec.UNSET,
         idle_s=idle,
         pinned=never,
         replicas=replicas,

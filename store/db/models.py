@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, func, or_, select, true, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.contract.deployments import Progress
+from store.contract.kv_curve import KeptLayers
 from store.db.database import AnyRow, AnySelect, added_once, insert, new_id
 from store.db.tables import artefacts, deployments, models, revisions, tenants
 from store.files.artefact import Artefact, File
@@ -75,9 +76,10 @@ async def accept(
     """Mark a model as ready, with the artefact found at `path` (None: the path given at creation).
 
     Returns False if the import was cancelled or the model deleted."""
-    facts = {name: value for name, value in vars(artefact).items() if name != "files"}
+    facts = {name: value for name, value in vars(artefact).items() if name not in ("files", "kv_layers")}
     files = json.dumps([asdict(file) for file in artefact.files])
-    row = insert(connection, artefacts).values(**facts, files=files, created_us=now_us)
+    kept = msgspec.json.encode(artefact.kv_layers).decode() if artefact.kv_layers else None
+    row = insert(connection, artefacts).values(**facts, files=files, kv_layers=kept, created_us=now_us)
     await connection.execute(row.on_conflict_do_nothing())
     moved = {} if path is None else {"path": path}
     return await _finish(connection, id, state="ready", digest=artefact.digest, **moved)
@@ -257,6 +259,10 @@ def _progress(text: str | None) -> Progress | None:
     return None if text is None else msgspec.json.decode(text, type=Progress)
 
 
+def _kept(text: str | None) -> tuple[KeptLayers, ...]:
+    return () if text is None else msgspec.json.decode(text, type=tuple[KeptLayers, ...])
+
+
 def _artefact(row: AnyRow) -> Artefact:
     said = row._mapping
     return Artefact(
@@ -266,5 +272,6 @@ def _artefact(row: AnyRow) -> Artefact:
         weight_bytes=said[artefacts.c.weight_bytes],
         kv_bytes_per_token=said[artefacts.c.kv_bytes_per_token],
         context_tokens=said[artefacts.c.context_tokens],
+        kv_layers=_kept(said[artefacts.c.kv_layers]),
         files=tuple(File(**file) for file in json.loads(said[artefacts.c.files])),
     )

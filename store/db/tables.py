@@ -66,7 +66,8 @@ artefacts = Table(
     Column("architecture", Text, nullable=False),
     Column("dtype", Text, nullable=False),  # type of most weights in the files
     Column("weight_bytes", BigInteger, nullable=False),  # in the files
-    Column("kv_bytes_per_token", BigInteger, nullable=False),  # at two bytes an element
+    Column("kv_bytes_per_token", BigInteger, nullable=False),  # written by all layers, at two bytes an element
+    Column("kv_layers", Text),  # JSON list of KeptLayers, at two bytes an element; null: every layer keeps every token
     Column("context_tokens", BigInteger, nullable=False),
     Column("files", Text, nullable=False),  # JSON list of {name, size, sha256}
     Column("created_us", BigInteger, nullable=False),

@@ -42,7 +42,6 @@ DRAFTS = "the model drafts tokens for a larger model, and Staccato does not run 
 INSIDE = "the name is one that vLLM uses inside: give the model's original config.json"
 UNTRIED = "and answers of this architecture were never compared with those of bare vLLM"
 STATE = f"some layers keep a state for each request (Mamba, linear attention, convolution), {UNTRIED}"
-STATE_ALONE = "every layer keeps a state for each request, and plans have no size for such requests yet"
 LATENT = f"the model keeps a latent vector for each token (MLA), {UNTRIED}"
 SPARSE = "the model's sparse attention keeps an index or a compressed copy beside keys and values"
 SPEECH = "the model writes down speech, and Staccato has no endpoint that takes sound"
@@ -64,7 +63,8 @@ OlmoForCausalLM OlmoeForCausalLM Phi3ForCausalLM PhiForCausalLM PhiMoEForCausalL
 Qwen3ForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
 """
 _STATES_MEASURED = """
-FalconH1ForCausalLM GraniteMoeHybridForCausalLM NemotronHForCausalLM Qwen3NextForCausalLM Zamba2ForCausalLM
+FalconH1ForCausalLM GraniteMoeHybridForCausalLM Mamba2ForCausalLM NemotronHForCausalLM Qwen3NextForCausalLM
+Zamba2ForCausalLM
 """
 _LATENT_MEASURED = "DeepseekV2ForCausalLM DeepseekV3ForCausalLM"
 _TEXT = """
@@ -111,7 +111,6 @@ Qwen2_5OmniForConditionalGeneration Qwen2_5OmniModel Qwen3OmniMoeForConditionalG
 VoxtralForConditionalGeneration
 """
 _REFUSED = {
-    STATE_ALONE: "Mamba2ForCausalLM",
     STATE: """
 BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM BailingMoeV3VLForConditionalGeneration FalconMambaForCausalLM
 Glm5NextForCausalLM Glm5NextForConditionalGeneration InternS2MobiusForConditionalGeneration

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from store.contract.kv_curve import KeptLayers, written_bytes
 from store.files import safetensors
-from store.files.architectures import ModelForm, refusal
+from store.files.architectures import refusal
+from store.files.model_config import Config, TextConfig
 
 CONFIG_MOST = 4 << 20  # bytes of a config file
 TOKENIZER_MOST = 128 << 20
-CONTEXT_DEFAULT = 2048  # tokens, if the config does not say: vLLM's default
 
 INDEX = "model.safetensors.index.json"
 CONFIGS = (
@@ -78,9 +79,10 @@ class Artefact:
     architecture: str
     dtype: str  # type of most weights
     weight_bytes: int  # in the files
-    kv_bytes_per_token: int  # at two bytes an element
+    kv_bytes_per_token: int  # written for a token by all layers, at two bytes an element
     context_tokens: int
     files: tuple[File, ...]
+    kv_layers: tuple[KeptLayers, ...] = ()  # at two bytes an element; empty: every layer keeps every token
 
     def weight_bytes_as(self, dtype: str) -> int:
         """Return the size of the weights in memory under a dtype.
@@ -91,6 +93,9 @@ class Artefact:
         if self.dtype in ("float16", "bfloat16"):
             return self.weight_bytes * 2 if dtype == "float32" else self.weight_bytes
         return self.weight_bytes
+
+    def kv_layers_as(self, dtype: str) -> tuple[KeptLayers, ...]:
+        return tuple(kept.widened(2) for kept in self.kv_layers) if dtype == "float32" else self.kv_layers
 
 
 def inspect(
@@ -114,100 +119,7 @@ def settings(folder: Path, supported: frozenset[str]) -> list[str] | None:
     return _Folder(folder, (Path("/"),)).settings(supported)
 
 
-# ── config.json, as far as it concerns us ─────────────────────────────────────────────────────────────────────────────
-
-
-class TextConfig(ModelForm, frozen=True):
-    """Sizes of the language model, under the names used by the families of models."""
-
-    num_hidden_layers: int | None = None
-    n_layer: int | None = None
-    num_layers: int | None = None
-    num_attention_heads: int | None = None
-    n_head: int | None = None
-    num_key_value_heads: int | None = None
-    hidden_size: int | None = None
-    n_embd: int | None = None
-    head_dim: int | None = None
-    layer_types: list[str] | None = None
-    layers_block_type: list[str] | None = None
-    hybrid_override_pattern: str | None = None
-    full_attention_interval: int | None = None
-    kv_lora_rank: int | None = None
-    qk_rope_head_dim: int | None = None
-    max_position_embeddings: int | None = None
-    n_positions: int | None = None
-    max_sequence_length: int | None = None
-    max_seq_len: int | None = None
-    seq_length: int | None = None
-    model_max_length: int | None = None
-    rope_parameters: Any = None
-    rope_scaling: Any = None
-
-    def position_rows(self) -> int | None:
-        """Return how many positions the smallest table of rotary embeddings holds; None if the config bounds no table.
-
-        vLLM makes a YaRN table of original_max_position_embeddings * factor rows, whatever max_position_embeddings
-        says, and reads past the table's end without a word."""
-        rows = [_yarn_rows(rope) for given in (self.rope_parameters, self.rope_scaling) for rope in _ropes(given)]
-        return min((number for number in rows if number), default=None)
-
-    def kv_elements_per_token(self) -> int | None:
-        """Return 2 (K and V) × layers × heads × elements of a head; latent attention keeps a single vector a layer.
-
-        A layer with a window counts as a layer without one, so long requests are counted too high. A layer that keeps
-        a state of fixed size does not count."""
-        layers = self._attention_layers()
-        if layers and self.kv_lora_rank:
-            return layers * (self.kv_lora_rank + (self.qk_rope_head_dim or 0))
-        heads = self.num_attention_heads or self.n_head
-        width = self.hidden_size or self.n_embd
-        head_dim = self.head_dim or (width // heads if width and heads else None)
-        if not layers or not heads or not head_dim:
-            return None
-        return 2 * layers * (self.num_key_value_heads or heads) * head_dim
-
-    def _attention_layers(self) -> int | None:
-        kinds = self.layer_types or self.layers_block_type or list(self.hybrid_override_pattern or "")
-        if kinds:
-            return sum(kind not in WITHOUT_KEYS for kind in kinds)
-        layers = self.num_hidden_layers or self.n_layer or self.num_layers
-        return layers // self.full_attention_interval if layers and self.full_attention_interval else layers
-
-    def context_tokens(self) -> int:
-        named = (
-            self.max_position_embeddings,
-            self.n_positions,
-            self.max_sequence_length,
-            self.max_seq_len,
-            self.seq_length,
-            self.model_max_length,
-        )
-        return min((number for number in named if number), default=CONTEXT_DEFAULT)
-
-
-WITHOUT_KEYS = ("linear_attention", "mamba", "conv", "mlp", "moe", "M", "-", "E")  # kinds of layers in config.json
-YARN = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")  # kinds of rope with a table of such a size in vLLM
-
-
-def _ropes(given: Any) -> list[dict[str, Any]]:
-    """Return the ropes of a config: a single rope, or a rope for each kind of layer."""
-    if not isinstance(given, dict):
-        return []
-    return [given, *(rope for rope in given.values() if isinstance(rope, dict))]
-
-
-def _yarn_rows(rope: dict[str, Any]) -> int | None:
-    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    if rope.get("rope_type", rope.get("type")) not in YARN:
-        return None
-    return int(original * factor) if isinstance(original, int) and isinstance(factor, int | float) else None
-
-
-class Config(TextConfig, frozen=True):
-    architectures: list[str] = []
-    auto_map: Any = None
-    text_config: TextConfig | None = None
+# ── config files ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True):
@@ -240,8 +152,8 @@ class _Folder:
         headers = self._weights()
         self._check_tokenizer()
         sizes = config.text_config or config
-        elements = sizes.kv_elements_per_token() or config.kv_elements_per_token()
-        if not elements:
+        kept = sizes.kept_layers() or config.kept_layers()
+        if not kept:
             raise ArtefactRefused(
                 "config.json does not say how many layers and heads the model has: give its original file"
             )
@@ -258,9 +170,10 @@ class _Folder:
             architecture=config.architectures[0],
             dtype=_TORCH_DTYPES.get(most, most.lower()),
             weight_bytes=sum(by_dtype.values()),
-            kv_bytes_per_token=2 * elements,
+            kv_bytes_per_token=written_bytes(kept),
             context_tokens=self._context_tokens(sizes, {} if config.text_config else headers),
             files=tuple(files),
+            kv_layers=tuple(kept),
         )
 
     def settings(self, supported: frozenset[str]) -> list[str] | None:

@@ -92,8 +92,8 @@ def times_of(size: ModelSize) -> MeasuredTimes:
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
 def test_the_costs_of_a_model_come_back_from_its_times(size: ModelSize) -> None:
     found, fitted = model_costs(size, times_of(size))
-    true = msgspec.structs.asdict(TRUE.costs(size))
-    assert msgspec.structs.asdict(found) == pytest.approx(true, rel=1e-4)
+    true = msgspec.to_builtins(TRUE.costs(size))
+    assert msgspec.to_builtins(found) == pytest.approx(true, rel=1e-4)
     assert max(fitted.residuals.values()) < 1e-6
     assert set(fitted.errors) >= {"step_s", "prefill_s_per_token", "load_fixed_s", "switch_s", "copy_s_per_byte"}
 
@@ -101,8 +101,8 @@ def test_the_costs_of_a_model_come_back_from_its_times(size: ModelSize) -> None:
 def test_the_law_comes_back_from_the_times_of_all_models() -> None:
     found, fitted = law([(size, times_of(size)) for size in SIZES])
     other = ModelSize("other", 3 * 10**7, 5e3, 2e7)
-    true = msgspec.structs.asdict(TRUE.costs(other))
-    assert msgspec.structs.asdict(found.costs(other)) == pytest.approx(true, rel=1e-4)
+    true = msgspec.to_builtins(TRUE.costs(other))
+    assert msgspec.to_builtins(found.costs(other)) == pytest.approx(true, rel=1e-4)
     assert max(fitted.residuals.values()) < 1e-6
 
 
@@ -111,8 +111,8 @@ def test_one_time_in_three_that_is_wild_changes_nothing() -> None:
     times = times_of(size)
     for measured in times.all():
         measured[:] = [measured[0], 50 * measured[0], measured[0]]
-    assert msgspec.structs.asdict(model_costs(size, times)[0]) == pytest.approx(
-        msgspec.structs.asdict(TRUE.costs(size)), rel=1e-4
+    assert msgspec.to_builtins(model_costs(size, times)[0]) == pytest.approx(
+        msgspec.to_builtins(TRUE.costs(size)), rel=1e-4
     )
 
 

@@ -405,7 +405,7 @@ class Instance:
             account.stepped(now, decodes, prompts, model.costs.step(len(decodes), context) if decodes else 0.0)
         else:
             account.stepped(now, running, (), 0.0)
-        account.held(began, running, model.spec.kv_bytes_per_token, model.loads.away_us)
+        account.held(began, running, model.kv, model.loads.away_us)
 
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -496,12 +496,13 @@ class Instance:
         admitted = self._turns.admit(model, now) if model.queues.waiting else ()
         wanted = held.kv_wanted
         if admitted:
-            wanted = model.kv_joined(held, sum([request.context + 1 for request in admitted]))
+            wanted = model.kv_joined(held, model.kv.each([request.context + 1 for request in admitted]))
         effects: list[Effect] = []
         needed, model.demand.cramped = min(wanted, most), False
         if needed > held.kv:
             # More pages than the next step needs: the model asks less often.
-            wanted = min(wanted + model.kv_pages(AHEAD * (len(model.queues.running) + len(admitted))), most)
+            ahead = AHEAD * (len(model.queues.running) + len(admitted))
+            wanted = min(wanted + model.kv_pages(ahead * model.kv.growth(0)), most)
             yields = partial(self._turns.yields, needy=model, turn=self.turn, now=now)
             short, idle = wanted - held.kv, self._idle()
             grown = grow(model, short, order, idle, self.pages, self._room_pages, yields, now)
@@ -509,12 +510,12 @@ class Instance:
             model.demand.cramped = self.pages.of(model.key).kv < needed
         if not admitted:
             return effects
-        room, tokens = self.pages.of(model.key).kv, 0
+        room, kv_bytes = self.pages.of(model.key).kv, 0
         joining: list[Request] = []
         for request in admitted:
-            tokens += request.context + 1
+            kv_bytes += model.kv.bytes(request.context + 1)
             # A request alone may join once the model has every possible page: waiting would bring no more pages.
-            if model.kv_joined(held, tokens) > room and (model.queues.running or joining or room < most):
+            if model.kv_joined(held, kv_bytes) > room and (model.queues.running or joining or room < most):
                 break
             joining.append(request)
         for request in joining:
@@ -566,8 +567,8 @@ class Instance:
     def _expect(self, model: Model, tokens: int, now: float) -> list[Effect]:
         """Give free pages to the model of an expected request, so that the request need not wait when it comes."""
         held = self.pages.of(model.key)
-        missing = held.kv_wanted + model.kv_pages(tokens) - held.kv
-        pages = min(missing + model.kv_pages(EXPECTED_AHEAD), self.pages.free)
+        missing = held.kv_wanted + model.kv_pages(model.kv.bytes(tokens)) - held.kv
+        pages = min(missing + model.kv_pages(EXPECTED_AHEAD * model.kv.growth(0)), self.pages.free)
         if model.phase is not Phase.RESIDENT or pages <= 0 or pages < missing:
             return []
         return [*self._move([Grow(model.key, pages)], now)]

@@ -13,6 +13,7 @@ from runtime.core.device.request import ModelKey
 from runtime.core.engine import Held, Output
 from runtime.core.ledgers.estimate import CostEstimate
 from runtime.core.ledgers.fair_share import FairShares
+from store.contract.kv_curve import KvCurve
 from store.contract.wire import EngineSpec, ModelState, Residency
 
 WAKE_S = 10.0  # after a wish to wake, a model without requests is due to be resident within 10 s
@@ -68,6 +69,7 @@ class Model:
     costs: CostEstimate
     page_bytes: int
     key: ModelKey = field(init=False)
+    kv: KvCurve[int] = field(init=False)  # KV cache that requests hold
     phase: Phase = Phase.COLD
     wish: Wish = Wish.NONE
     withdrawn: bool = False  # the model is to be closed and forgotten
@@ -82,7 +84,7 @@ class Model:
     record: TurnRecord = field(default_factory=TurnRecord)
 
     def __post_init__(self) -> None:
-        self.key = ModelKey(self.spec.key)
+        self.key, self.kv = ModelKey(self.spec.key), self.spec.kv
         self.loads.load_s = self.costs.load(self.spec.weight_bytes)
 
     @property
@@ -143,41 +145,41 @@ class Model:
 
     # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def kv_pages(self, tokens: int) -> int:
-        """Approximate number of pages for the KV cache of `tokens` tokens.
+    def kv_pages(self, kv_bytes: int) -> int:
+        """Number of pages for `kv_bytes` bytes of KV cache."""
+        return -(-kv_bytes // self.page_bytes)
 
-        The engine tells the exact number once the engine has the requests."""
-        return -(-tokens * self.spec.kv_bytes_per_token // self.page_bytes)
+    def kv_joined(self, held: Held, kv_bytes: int) -> int:
+        """Approximate number of KV pages wanted once requests that hold `kv_bytes` have joined the running requests.
 
-    def kv_joined(self, held: Held, tokens: int) -> int:
-        """Approximate number of KV pages wanted once requests of `tokens` tokens have joined the running requests.
-
-        Includes a page for the memory lost where requests end within a block."""
-        if not tokens:
-            return held.kv_wanted
+        Includes a page for the memory lost where requests end within a block. The engine tells the exact number once
+        the engine has the requests."""
         own = held.kv_wanted if self.queues.running else 0  # without running requests `kv_wanted` is what a check needs
-        return max(held.kv_wanted, own + self.kv_pages(tokens) + 1)
+        return max(held.kv_wanted, own + self.kv_pages(kv_bytes) + 1)
 
     def kv_wanted(self, held: Held, room_pages: float) -> int:
         """KV pages needed by running and waiting requests.
 
-        Waiting requests of tenants over their share count only up to `room_over(room_pages)` tokens."""
+        Waiting requests of tenants over their share count only up to `room_over(room_pages)` bytes."""
         waiting = self.queues.waiting.values()
-        tokens = sum([request.context + 1 for request in waiting])
+        if not waiting:
+            return held.kv_wanted
+        kv_bytes = self.kv.each([request.context + 1 for request in waiting])
         if over := self.shares.over:
-            each, room = (
-                [request.context + 1 for request in waiting if request.tenant in over],
-                self.room_over(room_pages),
-            )
+            each = [self.kv.bytes(request.context + 1) for request in waiting if request.tenant in over]
+            room = self.room_over(room_pages)
             if not self.queues.running:
                 room = max([room, *each])  # at least a single request
-            tokens -= max(0, sum(each) - room)
-        return self.kv_joined(held, tokens)
+            kv_bytes -= max(0, sum(each) - room)
+            if not kv_bytes and not room:
+                return held.kv_wanted
+        return self.kv_joined(held, kv_bytes)
 
     def room_over(self, room_pages: float) -> int:
-        """Tokens by which requests of tenants over their share may join, given the pages that the turn policy leaves
-        to the requests of such tenants."""
-        return int(room_pages * self.page_bytes // max(1, self.spec.kv_bytes_per_token))
+        """Bytes of KV cache by which requests of tenants over their share may join, given the pages that the turn
+        policy leaves to the requests of such tenants. The bytes are those of whole tokens."""
+        token_bytes = max(1, self.kv.token_bytes)
+        return int(room_pages * self.page_bytes // token_bytes) * token_bytes
 
     def kv_needed(self, held: Held, total: int, room_pages: float) -> int:
         """Pages of KV cache for the next step: at least the pages held, and with the weights at most `total` pages."""
@@ -199,15 +201,15 @@ class Model:
     def _queue_bytes(self) -> tuple[int, int]:
         """Bytes of KV cache needed by the first waiting request, and by the waiting requests behind the first."""
         contexts = [request.context + 1 for request in self.queues.waiting.values()]
-        each = self.spec.kv_bytes_per_token
-        return sum(contexts[:1]) * each, sum(contexts[1:]) * each
+        return self.kv.each(contexts[:1]), self.kv.each(contexts[1:])
 
     def _least_bytes(self) -> int | None:
         """Bytes of KV cache that the smallest request has on the device or waits for; None without requests."""
-        here = self.phase is _RESIDENT  # in other phases running requests are parked
-        tokens = [request.context * here for request in self.queues.running.values()]
+        if self.queues.running and self.phase is not _RESIDENT:
+            return 0  # running requests are parked
+        tokens = [request.context for request in self.queues.running.values()]
         tokens += [request.context + 1 for request in self.queues.waiting.values()]
-        return min(tokens) * self.spec.kv_bytes_per_token if tokens else None
+        return self.kv.bytes(min(tokens)) if tokens else None
 
     def due_at(self) -> float | None:
         """When time alone changes the model: a failed model is tried again, an idle model is parked. None: never."""

@@ -14,6 +14,7 @@ from runtime.core.device.model import Phase
 from runtime.core.device.request import ModelKey, Request, RequestId
 from runtime.core.engine import Held
 from runtime.core.ledgers.estimate import CostEstimate
+from store.contract.kv_curve import KvCurve
 from store.contract.wire import EngineSpec
 
 
@@ -181,7 +182,10 @@ class ModelView(Protocol):
 
     def next_due_within(self, now: float) -> float: ...
 
-    def kv_pages(self, tokens: int) -> int: ...
+    @property
+    def kv(self) -> KvCurve[int]: ...
+
+    def kv_pages(self, kv_bytes: int) -> int: ...
 
     def kv_wanted(self, held: Held, room_pages: float) -> int: ...
 

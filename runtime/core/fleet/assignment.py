@@ -192,7 +192,7 @@ class Placing:
         rate = sum(runtime.tokens_per_s.get(spec.key, 0.0) for runtime in self._runtimes.values())
         states = [runtime.lease.models.get(spec.key) for runtime in self._runtimes.values()]
         tbt_s = min((state.tbt_s for state in states if state and state.tbt_s), default=TBT_S)
-        return demand(rate, spec.kv_bytes_per_token, tbt_s)
+        return demand(rate, spec.kv.bytes(spec.max_model_len) / spec.max_model_len, tbt_s)
 
     def _wait_s(self, spec: EngineSpec, name: str) -> float:
         """Seconds to load the model's weights on a runtime: from the host cache if a runtime of the host has loaded the
@@ -213,7 +213,7 @@ def _whole(
         model=ModelKey(spec.key),
         demand=demand,
         weight_bytes=spec.weight_bytes * copies,
-        kv_bytes_least=spec.max_model_len * spec.kv_bytes_per_token * copies,
+        kv_bytes_least=spec.kv.bytes(spec.max_model_len) * copies,
         move_s=spec.weight_bytes / FILE_BYTES_S,
         devices=devices,
         moved_at=moved_at,

@@ -233,8 +233,9 @@ class Cluster:
                 best = device
         if best is None:
             return None
-        token_bytes = self.costs[request.model].kv_bytes_per_token
-        best.given.append(Load(best.number, now, 0.0, token_bytes * (request.context + 1), token_bytes, running=1))
+        kv = self.costs[request.model].kv
+        used_bytes, step_bytes = kv.bytes(request.context + 1), kv.growth(request.context)
+        best.given.append(Load(best.number, now, 0.0, used_bytes, step_bytes, running=1))
         self._weigh_report(best)
         return best.number
 

@@ -58,11 +58,11 @@ class DeviceRoom:
         self.demand += max(model.demand, DEMAND_LEAST)
 
 
-def demand(tokens_per_s: float, kv_bytes_per_token: float, tbt_s: float) -> float:
+def demand(tokens_per_s: float, token_bytes: float, tbt_s: float) -> float:
     """Demand of a model in bytes/s²: the rate at which it takes KV cache, over its TBT objective.
 
     The shorter the objective, the more urgent the demand."""
-    return tokens_per_s * kv_bytes_per_token / tbt_s
+    return tokens_per_s * token_bytes / tbt_s
 
 
 def fits(room: DeviceRoom, model: Candidate) -> bool:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from runtime.core.device.request import ModelKey
+from store.contract.kv_curve import KeptLayers, KvCurve, curve_of
 from store.contract.wire import EngineSpec
 
 # If a time or a size were 0, a simulation could stand still. Without the bound of 1e18, sums could leave the floats.
@@ -21,22 +22,35 @@ class ModelSize(msgspec.Struct, frozen=True):
 
     name: str
     weight_bytes: int
-    kv_bytes_per_token: float
+    kv_bytes_per_token: float  # written by all layers
     parameters: float
+    kv_layers: tuple[KeptLayers, ...] = ()  # what the layers keep; empty: every layer keeps every token
+
+    @property
+    def kv(self) -> KvCurve[float]:
+        return _curve(self.kv_layers, self.kv_bytes_per_token)
 
 
 def model_size(spec: EngineSpec) -> ModelSize:
     """Size of a model, named by the model's folder. Quantised weights count as fewer parameters of 16 bits."""
     bytes_each = 4 if spec.dtype == "float32" else 2
     name = spec.path.rstrip("/").rsplit("/", 1)[-1]
-    return ModelSize(name, spec.weight_bytes, spec.kv_bytes_per_token, spec.weight_bytes / bytes_each)
+    kept = spec.kv_layers or ()
+    return ModelSize(name, spec.weight_bytes, spec.kv_bytes_per_token, spec.weight_bytes / bytes_each, kept)
+
+
+def _curve(kept: tuple[KeptLayers, ...], token_bytes: float) -> KvCurve[float]:
+    if not kept:
+        return KvCurve(token_bytes, 0)
+    curve = curve_of(kept)
+    return KvCurve(curve.token_bytes, curve.request_bytes, curve.windows)
 
 
 class ModelCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Costs of a model on a device, in seconds and bytes."""
 
     weight_bytes: Count
-    kv_bytes_per_token: NotNegative
+    kv_bytes_per_token: NotNegative  # written by all layers
     step_s: Positive  # a decode step, whatever the batch
     step_s_per_request: NotNegative
     step_s_per_token: NotNegative  # per token of context, summed over the requests of the batch
@@ -47,9 +61,21 @@ class ModelCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     switch_s: NotNegative  # before a step of a resident model if a different model made the last step
     copy_s_per_byte: NotNegative  # KV cache, to the host or back
     load_fixed_s: NotNegative = 0.0  # part of `load_s` spent however few bytes are missing
+    # What the layers keep, and for windows their tokens and the time per token of context within. Unset: every layer
+    # keeps every token, and profiles and journals are as before there were the fields.
+    kv_layers: tuple[KeptLayers, ...] | msgspec.UnsetType = msgspec.UNSET
+    step_s_of_windows: tuple[tuple[int, NotNegative], ...] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def kv(self) -> KvCurve[float]:
+        """KV cache that requests hold. Callers in a loop keep the curve."""
+        return _curve(self.kv_layers or (), self.kv_bytes_per_token)
 
     def step(self, requests: int, context: int) -> float:
-        return self.step_s + self.step_s_per_request * requests + self.step_s_per_token * context
+        seconds = self.step_s + self.step_s_per_request * requests + self.step_s_per_token * context
+        for reach, each_s in self.step_s_of_windows or ():
+            seconds += each_s * min(context, reach * requests)
+        return seconds
 
     def prefill(self, tokens: int) -> float:
         return self.prefill_s + self.prefill_s_per_token * tokens + self.prefill_s_per_token2 * (tokens * tokens)
@@ -78,12 +104,15 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copy_s_per_byte: NotNegative
 
     def costs(self, size: ModelSize) -> ModelCosts:
+        kv = size.kv
         return ModelCosts(
             weight_bytes=size.weight_bytes,
             kv_bytes_per_token=size.kv_bytes_per_token,
             step_s=self.step_s + self.step_s_per_weight_byte * size.weight_bytes,
-            step_s_per_request=self.step_s_per_request + self.step_s_per_parameter * size.parameters,
-            step_s_per_token=self.step_s_per_kv_byte * size.kv_bytes_per_token,
+            step_s_per_request=self.step_s_per_request
+            + self.step_s_per_parameter * size.parameters
+            + self.step_s_per_kv_byte * kv.request_bytes,
+            step_s_per_token=self.step_s_per_kv_byte * kv.token_bytes,
             prefill_s=self.prefill_s,
             prefill_s_per_token=self.prefill_s_per_parameter * size.parameters,
             prefill_s_per_token2=self.prefill_s_per_parameter2 * size.parameters,
@@ -91,6 +120,9 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             switch_s=self.switch_s,
             copy_s_per_byte=self.copy_s_per_byte,
             load_fixed_s=self.load_s,
+            kv_layers=size.kv_layers or msgspec.UNSET,
+            step_s_of_windows=tuple((reach, self.step_s_per_kv_byte * each) for reach, each in kv.windows)
+            or msgspec.UNSET,
         )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from runtime.core.device.request import DeviceSpent, Request
 from runtime.core.ledgers.attainment import LABELS_MOST
+from store.contract.kv_curve import KvCurve
 from store.contract.views import Use, Why
 from store.contract.wire import Accounts
 
@@ -67,15 +68,15 @@ class DeviceTime:
         model = (decodes or prompts)[0].model
         self.marks.append((self.at_us, Use.STEPS, model, len(decodes) + len(prompts), None))
 
-    def held(self, began: float, requests: Iterable[Request], token_bytes: int, away_us: int) -> None:
-        """Books the keys and values of the requests in the step just paid.
+    def held(self, began: float, requests: Iterable[Request], kv: KvCurve[int], away_us: int) -> None:
+        """Books the keys, values and states of the requests in the step just paid.
 
-        `token_bytes`: bytes of KV cache per token. `away_us`: total time that the model has been away so far."""
+        `kv`: bytes of KV cache by length. `away_us`: total time that the model has been away so far."""
         began_us = min(_us(began), self.at_us)
         for request in requests:
             if request.held_us < 0:
                 request.held_us, request.away_us = began_us, away_us
-            passed_us, bytes = self.at_us - request.held_us, request.context * token_bytes
+            passed_us, bytes = self.at_us - request.held_us, kv.bytes(request.context)
             on_host_us = min(away_us - request.away_us, passed_us)
             request.spent.cache_byte_us += on_host_us * bytes
             request.spent.kv_byte_us += (passed_us - on_host_us) * bytes

@@ -14,18 +14,31 @@ BELIEVED_MOST = 1e3  # bound on the ratio, slower or faster than the profile
 class StepTimes:
     """Step times by `costs`, for callers that ask before every step: slots are read faster than fields of a struct."""
 
-    __slots__ = ("_step_s", "_per_request_s", "_per_token_s", "_prefill_s", "_per_prompt_s", "_per_prompt2_s")
+    __slots__ = (
+        "_step_s",
+        "_per_request_s",
+        "_per_token_s",
+        "_windows",
+        "_prefill_s",
+        "_per_prompt_s",
+        "_per_prompt2_s",
+    )
 
     def __init__(self, costs: ModelCosts) -> None:
         self._step_s: float = costs.step_s
         self._per_request_s: float = costs.step_s_per_request
         self._per_token_s: float = costs.step_s_per_token
+        self._windows: tuple[tuple[int, float], ...] = costs.step_s_of_windows or ()
         self._prefill_s: float = costs.prefill_s
         self._per_prompt_s: float = costs.prefill_s_per_token
         self._per_prompt2_s: float = costs.prefill_s_per_token2
 
     def step(self, requests: int, context: int) -> float:
-        return self._step_s + self._per_request_s * requests + self._per_token_s * context
+        seconds = self._step_s + self._per_request_s * requests + self._per_token_s * context
+        if self._windows:
+            for reach, each_s in self._windows:
+                seconds += each_s * min(context, reach * requests)
+        return seconds
 
     def prefill(self, tokens: int, squares: int = 0) -> float:
         """Time of a step with `tokens` of prompts. `squares`: sum of the squared prompt lengths; 0 for one prompt."""

@@ -175,5 +175,5 @@ def _batch(model: ModelView) -> Batch:
 
 def _load_s(model: ModelView) -> float:
     """Time to load all of a model's weights and copy the KV cache of its running requests."""
-    kv_bytes = model.queues.context * model.spec.kv_bytes_per_token
+    kv_bytes = model.kv.bytes(model.queues.context, len(model.queues.running))
     return model.costs.load(model.demand.weights_pages * model.page_bytes) + model.costs.copy(kv_bytes)

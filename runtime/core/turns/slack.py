@@ -249,7 +249,7 @@ class Slack:
 
     def _admit_by_shares(self, model: ModelView, waiting: list[Request]) -> list[Request]:
         """Waiting requests of tenants within their share. If none waits and the device has time, requests of tenants
-        over their share, as many as PROMPTS_S of prefill and their room for tokens allow."""
+        over their share, as many as PROMPTS_S of prefill and their room allow."""
         within = [request for request in waiting if request.tenant not in model.shares.over]
         if within or model.queues.prompts or not self._admits(model):
             return within
@@ -257,7 +257,7 @@ class Slack:
         spare_s, room = PROMPTS_S, model.room_over(self._room_pages)
         for request in waiting:
             spare_s -= model.costs.prefill(request.to_compute)
-            room -= request.context + 1
+            room -= model.kv.bytes(request.context + 1)
             if (admitted and spare_s < 0) or (room < 0 and (admitted or model.queues.running)):
                 break
             admitted.append(request)
@@ -325,7 +325,7 @@ def _standing(request: Request, now: float) -> tuple[int, float]:
 
 def _copy_s(model: ModelView) -> float:
     """Time to copy the KV cache of a model's running requests to the host or back."""
-    return model.costs.copy(model.queues.context * model.spec.kv_bytes_per_token)
+    return model.costs.copy(model.kv.bytes(model.queues.context, len(model.queues.running)))
 
 
 def _move_s(model: ModelView) -> float:
@@ -336,4 +336,5 @@ def _move_s(model: ModelView) -> float:
 def _pages_over(model: ModelView) -> int:
     """KV pages held, on the device or parked, by a model's running requests of tenants over their share."""
     over = model.shares.over
-    return model.kv_pages(sum([request.context for request in model.queues.running.values() if request.tenant in over]))
+    running = model.queues.running.values()
+    return model.kv_pages(model.kv.each([request.context for request in running if request.tenant in over]))

@@ -128,9 +128,8 @@ class Pressure(Dispatch):
 
     def _candidate(self, model: ModelKey, request: Request, costs: ModelCosts) -> Candidate:
         rate = self._rates.get(model, (0.0, 0.0))[0]
-        return Candidate(
-            model, demand(rate, costs.kv_bytes_per_token, request.objective.tbt_s), costs.weight_bytes, 0, 0.0
-        )
+        token_bytes = costs.kv.growth(request.context)
+        return Candidate(model, demand(rate, token_bytes, request.objective.tbt_s), costs.weight_bytes, 0, 0.0)
 
 
 class Freest(Dispatch):

@@ -183,10 +183,7 @@ def device_report(device: SimulatedDevice, booked: FleetDevice, seq: int, role: 
 
 def _waiting_bytes(model: Model) -> float:
     """Return the memory for keys and values that the model's waiting requests wait for."""
-    tokens = 0
-    for request in model.queues.waiting.values():
-        tokens += request.context + 1
-    return float(tokens * model.spec.kv_bytes_per_token)
+    return float(model.kv.each([request.context + 1 for request in model.queues.waiting.values()]))
 
 
 def _busy(model: Model) -> float:

@@ -264,7 +264,7 @@ class PacedBuilder:
 
     def __init__(self, profile: Profile, pool_bytes: int, clock: Callable[[], float], record: DeviceRecord) -> None:
         self.profile, self.pacer, self.record = profile, Pacer(clock), record
-        self.life = os.getpid()
+        self.life, self.block_tokens = os.getpid(), profile.block_tokens
         self.page_bytes, self.pages_total = profile.page_bytes, pool_bytes // profile.page_bytes
         self.engines: list[PacedEngine] = []
         self._last: PacedEngine | None = None  # engine of the last step

@@ -134,6 +134,7 @@ class Watching:
     pages_used: Callable[[], int]
     engines: dict[str, Watched]
     life: int = 0
+    block_tokens: int = 0
 
     def __call__(self, spec: EngineSpec, told: Told, /) -> Any:
         return self.engines[spec.key]

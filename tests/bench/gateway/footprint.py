@@ -42,7 +42,7 @@ def processes(everyone: Iterable[psutil.Process]) -> dict[str, psutil.Process]:
 
 
 def _name(process: psutil.Process) -> str:
-    line = process.cmdline()
+    line = " ".join(process.cmdline()).split()  # the title of a forked process is a single word with spaces
     for word, name in NAMES.items():
         if any(Path(part).name == word for part in line):
             return name

@@ -10,6 +10,7 @@ from gateway.control.plan import on, planned
 from runtime.config import RuntimeSettings
 from store.contract import wire
 from store.contract.deployments import Spec
+from store.contract.kv_curve import KeptLayers, KvBlocks, LayerKind, written_bytes
 from store.contract.wire import Lease, ModelState, Residency, Spread
 from tests.conftest import ROOT
 from tests.gateway.plane import Plane, made
@@ -38,6 +39,43 @@ def test_room_is_counted_in_whole_pages() -> None:
     over = on(wire.replace(LEASE, pages_total=7), ENGINE)
     assert not over.fits and over.reason is not None
     assert "the weights take 6 MiB and one request of 1024 tokens 2 MiB, and it has 7 MiB" in over.reason
+
+
+KIB = 1024
+FULL, WINDOW, CHUNK, STATE = LayerKind
+KEPT = {
+    "gpt-oss": (KeptLayers(WINDOW, 2, KIB, 32), KeptLayers(FULL, 2, KIB)),
+    "Gemma 3": (KeptLayers(WINDOW, 5, KIB, 32), KeptLayers(FULL, 1, KIB)),
+    "Mamba 2": (KeptLayers(STATE, 3, 72_448),),
+    "Llama": (KeptLayers(FULL, 4, KIB),),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "held_kib"), [("gpt-oss", 8448 - 64), ("Gemma 3", 4480 - 32), ("Mamba 2", 212.25), ("Llama", 129 * 128)]
+)
+def test_the_longest_request_takes_what_an_engine_holds_for_it(name: str, held_kib: float) -> None:
+    """`held_kib`: measured at 4,097 tokens, without the block that no request gets (tests/runtime/engine)."""
+    lease = wire.replace(LEASE, block_tokens=32, pages_total=64)
+    engine = wire.replace(
+        ENGINE, max_model_len=4097, kv_layers=KEPT[name], kv_bytes_per_token=written_bytes(KEPT[name])
+    )
+    here = on(lease, engine)
+    block = KvBlocks.of(KEPT[name], 32).block_bytes
+    assert here.fits and abs(here.longest_request_bytes - held_kib * KIB) <= block
+    room = 64 * MIB - here.weights_bytes - block
+    assert here.longest_requests == room // here.longest_request_bytes == here.kv_tokens // 4097
+    rough = on(wire.replace(lease, block_tokens=0), engine)
+    assert abs(rough.longest_request_bytes - here.longest_request_bytes) <= block * len(KEPT[name]) * 5
+
+
+def test_a_window_needs_room_for_a_piece_of_the_prompt() -> None:
+    engine = wire.replace(ENGINE, max_model_len=8192, kv_layers=KEPT["Gemma 3"])
+    pages = [on(wire.replace(LEASE, pages_total=pages), engine) for pages in range(14, 30)]
+    assert pages[0].longest_request_bytes < 9 * MIB and not pages[0].fits and pages[-1].fits
+    (first,) = [one for one, before in zip(pages[1:], pages, strict=False) if one.fits and not before.fits]
+    peak = (1 + KvBlocks.of(KEPT["Gemma 3"], 16).peak(8192, 2048)) * 16 * KIB
+    assert first.memory_bytes - first.weights_bytes - peak < MIB
 
 
 def test_who_drains_or_could_not_load_the_same_is_no_place() -> None:

@@ -123,6 +123,7 @@ class Builder:
     life = 1
     pages_total = PAGES_TOTAL
     page_bytes = PAGE_BYTES
+    block_tokens = 16
 
     def __init__(self, made: list[list[int]]) -> None:
         self.engines: dict[str, Scripted] = {}

@@ -27,7 +27,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from runtime.core.engine import EngineError
-from runtime.engine.groups import Groups, LayerGroup, LayerKind, check_kinds
+from runtime.engine.groups import Groups, LayerGroup, check_kinds
+from store.contract.kv_curve import LayerKind
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM and torch
 BLOCKS, ID = 700, "r"

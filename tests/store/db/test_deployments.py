@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from store.contract.deployments import Deployment, Scaling, Spec
+from store.contract.kv_curve import KeptLayers, LayerKind
 from store.db import deployments, models, tenants
 from store.db.database import Database, Taken
 from store.db.deployments import engine_of
@@ -69,6 +70,22 @@ def test_an_engine_weighs_what_its_dtype_makes_of_the_files() -> None:
     whole, half = engine_of(Spec(model="llama", dtype="float32"), MODEL), engine_of(SPEC, MODEL)
     assert (whole.weight_bytes, whole.kv_bytes_per_token) == (1000, 128)
     assert (half.weight_bytes, half.kv_bytes_per_token) == (500, 64)
+
+
+async def test_a_model_inspected_by_an_earlier_version_keeps_every_token(database: Database) -> None:
+    kept = (KeptLayers(LayerKind.STATE, 2, 100, fixed_bytes=60), KeptLayers(LayerKind.FULL, 1, 64))
+    for artefact, request_bytes in (
+        (replace(ARTEFACT, digest="cd" * 32, kv_layers=kept), 2 * (2 * 40 + 60)),
+        (ARTEFACT, 0),
+    ):
+        async with database.write() as connection:
+            made = await models.create(connection, None, artefact.digest, "/m", "/m", 1)
+            await models.accept(connection, made.id, artefact, 1)
+            model = await models.by_id(connection, made.id)
+        assert model is not None and model.artefact == artefact
+        curve = engine_of(Spec(model="llama", dtype="float32"), model).kv
+        assert curve.request_bytes >= request_bytes and (curve.request_bytes > 0) == (request_bytes > 0)
+        assert curve.token_bytes == 128
 
 
 async def _made(database: Database) -> tuple[Deployment, StoredModel]:

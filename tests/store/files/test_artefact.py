@@ -126,6 +126,48 @@ def test_families_that_name_their_sizes_differently_are_understood(
     assert inspect(write_model(tmp_path, config), SUPPORTED).kv_bytes_per_token == 2 * elements
 
 
+BESIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 6}
+LAYER = 2 * 2 * 64 * 2  # K and V × heads × head × 2 B
+PATTERN = ["sliding_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        ({"layer_types": PATTERN * 2, "sliding_window": 128}, {"window": (4, LAYER, 128), "full": (2, LAYER, 0)}),
+        ({"layer_types": PATTERN * 2}, {"full": (6, LAYER, 0)}),  # no word on the length of the window
+        ({"model_type": "gpt_oss", "sliding_window": 8}, {"window": (3, LAYER, 8), "full": (3, LAYER, 0)}),
+        ({"model_type": "gemma3_text", "sliding_window": 8}, {"window": (5, LAYER, 8), "full": (1, LAYER, 0)}),
+        ({"model_type": "cohere2", "sliding_window": 8}, {"window": (5, LAYER, 9), "full": (1, LAYER, 0)}),
+        ({"model_type": "mistral", "sliding_window": 4096}, {"window": (6, LAYER, 4096)}),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, {"full": (6, LAYER, 0)}),
+        ({"model_type": "qwen2", "sliding_window": 4096}, {"full": (6, LAYER, 0)}),
+        (
+            {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 4},
+            {"full": (4, LAYER, 0), "window": (2, LAYER, 8)},
+        ),
+        (
+            {"model_type": "llama4_text", "attention_chunk_size": 8192, "no_rope_layers": [1, 1, 0, 1, 1, 0]},
+            {"chunk": (4, LAYER, 8192), "full": (2, LAYER, 0)},
+        ),
+        (
+            {"model_type": "gemma4_text", "sliding_window": 8, "global_head_dim": 128, "num_kv_shared_layers": 2},
+            {"window": (4, LAYER, 8)},
+        ),
+        (
+            {"layer_types": PATTERN * 2, "sliding_window": 8, "per_layer_config": {"2": {"head_dim": 128}, "5": {}}},
+            {"window": (4, LAYER, 8), "full": (1, 2 * LAYER, 0), "full as well": (1, LAYER, 0)},
+        ),
+    ],
+)
+def test_layers_keep_what_the_config_says(
+    tmp_path: Path, config: dict[str, object], kept: dict[str, tuple[int, int, int]]
+) -> None:
+    found = inspect(write_model(tmp_path, LLAMA | BESIDE | config), SUPPORTED).kv_layers
+    expected = [(kind.partition(" ")[0], *sizes) for kind, sizes in kept.items()]
+    assert [(each.kind, each.layers, each.bytes, each.reach) for each in found] == expected
+
+
 def test_the_tokenizers_limit_bounds_the_context_as_in_vllm(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512}')
@@ -271,7 +313,7 @@ NOT_SERVED: dict[str, tuple[dict[str, object], str]] = {
     "embeddings": ({"architectures": ["BertModel"]}, "BertModel is not served yet: .* embeddings"),
     "draft": ({"architectures": ["EagleLlamaForCausalLM"]}, "deploy the larger model alone"),
     "speech": ({"architectures": ["WhisperForConditionalGeneration"]}, "not served yet: an encoder"),
-    "state without layers and heads": ({"architectures": ["Mamba2ForCausalLM"]}, "every layer keeps a state"),
+    "state alone": ({"architectures": ["MambaForCausalLM"]}, "some layers keep a state"),
     "state beside attention": ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "a state for each request"),
     "latent": ({"architectures": ["LongcatFlashForCausalLM"]}, "a latent vector for each token"),
     "name inside vLLM": ({"architectures": ["TransformersForCausalLM"]}, "the model's original config.json"),

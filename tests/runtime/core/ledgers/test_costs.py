@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from runtime.core.ledgers.costs import Law, ModelCosts, ModelSize, Profile, load_profile, model_size, unknown
 from runtime.core.ledgers.estimate import CostEstimate, StepTimes
+from store.contract.kv_curve import KeptLayers, KvCurve, LayerKind, curve_of
 from store.contract.wire import EngineSpec
 from tests.conftest import ROOT
 
@@ -46,6 +47,23 @@ def profile(name: str) -> Profile:
 
 
 # ── profiles ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+FULL, WINDOW, _, STATE = LayerKind
+KEPT = (KeptLayers(WINDOW, 3, 100, 50), KeptLayers(FULL, 3, 100), KeptLayers(STATE, 3, 900))
+
+
+@pytest.mark.parametrize(("requests", "context"), [(1, 10), (1, 5000), (4, 100), (4, 9000)])
+def test_a_step_reads_what_the_requests_hold(requests: int, context: int) -> None:
+    line, size = ModelSize("m", 10**9, 600, 5e8), ModelSize("m", 10**9, 600, 5e8, KEPT)
+    law = profile("h100").law
+    assert law is not None
+    costs, straight = law.costs(size), law.costs(line)
+    read_s = law.step_s_per_kv_byte * (size.kv.bytes(context, requests) - line.kv.bytes(context, requests))
+    assert costs.step(requests, context) == pytest.approx(straight.step(requests, context) + read_s)
+    assert StepTimes(costs).step(requests, context) == costs.step(requests, context)
+    assert size.kv == curve_of(KEPT) == costs.kv and straight.kv == KvCurve(600, 0)
+    assert "kv_layers" not in msgspec.to_builtins(straight)  # as in profiles and journals of earlier versions
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from runtime.core.device.events import Arrived, Park, Placed
 from runtime.core.device.request import Request
 from runtime.core.ledgers.device_time import DeviceTime
+from store.contract.kv_curve import KvCurve
 from store.contract.wire import Spent
 from tests.runtime.world import World, request, spec
 
@@ -61,11 +62,11 @@ def test_a_clock_that_goes_back_takes_nothing_from_anybody() -> None:
 def test_keys_and_values_are_paid_for_from_the_first_step_on_where_they_are() -> None:
     account, one = DeviceTime.open(0.0), asked("a", 100)
     account.stepped(2.0, (), [one], 0.0)
-    account.held(1.5, [one], token_bytes=3, away_us=7_000_000)  # the model was away before the request came
+    account.held(1.5, [one], kv=KvCurve(3, 0), away_us=7_000_000)  # the model was away before the request came
     assert (one.spent.kv_byte_us, one.spent.cache_byte_us) == (300 * 500_000, 0)
     account.idle(4.0)
     account.stepped(5.0, [one], (), 0.0)
-    account.held(4.0, [one], token_bytes=3, away_us=9_000_000)  # and for two seconds of the three since
+    account.held(4.0, [one], kv=KvCurve(3, 0), away_us=9_000_000)  # and for two seconds of the three since
     assert (one.spent.kv_byte_us, one.spent.cache_byte_us) == (300 * 1_500_000, 300 * 2_000_000)
     assert one.spent.shown() == Spent(3_000_000, 0, 450, 600)
 
@@ -76,7 +77,7 @@ def test_what_is_held_is_held_for_as_long_as_there_was(steps: list[tuple[int, in
     for us, of_them_away in steps:
         now, away = now + us / 1e6, away + min(us, of_them_away)
         account.stepped(now, [one], (), 0.0)
-        account.held(0.0, [one], token_bytes=1, away_us=away)
+        account.held(0.0, [one], kv=KvCurve(1, 0), away_us=away)
         assert one.spent.kv_byte_us >= 0
         assert one.spent.kv_byte_us + one.spent.cache_byte_us == account.at_us
     assert one.spent.cache_byte_us <= away
