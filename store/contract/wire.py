@@ -126,6 +126,7 @@ class EngineSpec(Message, frozen=True, kw_only=True, tag="EngineSpec"):
     pinned: bool = False  # an idle model keeps its pages, unless another model would wait for ever
     replicas: int = 0  # runtimes that host the model; 0: all runtimes
     reasoning_parser: str = ""  # vLLM's name of the parser of thinking: a grammar begins behind the thinking
+    language_model_only: bool = False  # the parts of the model that see or hear are not loaded
 
 
 class Run(Message, frozen=True, kw_only=True, tag="Run"):

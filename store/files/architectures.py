@@ -102,13 +102,15 @@ Phi3VForCausalLM Phi4ForCausalLMV PixtralForConditionalGeneration QianfanOCRForC
 Qwen2VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration RForConditionalGeneration SkyworkR1VChatModel
 Step3VLForConditionalGeneration Step3p7ForConditionalGeneration StepVLForConditionalGeneration UnlimitedOCRForCausalLM
 """
+_PICTURES_DEAF = """
+Gemma3nForConditionalGeneration Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration
+MiMoV2OmniForCausalLM MiniCPMO Phi4MMForCausalLM Qwen2_5OmniForConditionalGeneration Qwen2_5OmniModel
+Qwen3OmniMoeForConditionalGeneration
+"""
 _DEAF = """
-AudioFlamingo3ForConditionalGeneration FunAudioChatForConditionalGeneration Gemma3nForConditionalGeneration
-Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration GraniteSpeechForConditionalGeneration
-GraniteSpeechPlusForConditionalGeneration LlavaNextVideoForConditionalGeneration MiMoV2OmniForCausalLM MiniCPMO
-MoonshotKimiaForCausalLM MossAudioModel Phi4MMForCausalLM Qwen2AudioForConditionalGeneration
-Qwen2_5OmniForConditionalGeneration Qwen2_5OmniModel Qwen3OmniMoeForConditionalGeneration UltravoxModel
-VoxtralForConditionalGeneration
+AudioFlamingo3ForConditionalGeneration FunAudioChatForConditionalGeneration GraniteSpeechForConditionalGeneration
+GraniteSpeechPlusForConditionalGeneration LlavaNextVideoForConditionalGeneration MoonshotKimiaForCausalLM
+MossAudioModel Qwen2AudioForConditionalGeneration UltravoxModel VoxtralForConditionalGeneration
 """
 _REFUSED = {
     STATE_ALONE: "Mamba2ForCausalLM",
@@ -183,6 +185,7 @@ TABLE: dict[str, Served] = {
     **dict.fromkeys(_TEXT.split(), Served(Support.SERVED)),
     **dict.fromkeys(_PICTURES_MEASURED.split(), Served(Support.PICTURES, measured=True)),
     **dict.fromkeys(_PICTURES.split(), Served(Support.PICTURES)),
+    **dict.fromkeys(_PICTURES_DEAF.split(), Served(Support.PICTURES, reason=DEAF)),
     **dict.fromkeys(_DEAF.split(), Served(Support.TEXT, reason=DEAF)),
     **{name: Served(Support.NOT_YET, reason=why) for why, names in _REFUSED.items() for name in names.split()},
 }
@@ -204,6 +207,18 @@ def refusal(architecture: str, form: ModelForm | None) -> str | None:
     if why is None and known is not None and known.support is Support.NOT_YET:
         why = known.reason
     return f"{architecture} is not served yet: {why}" if why else None
+
+
+def language_model_only(architecture: str, asked: bool) -> bool:
+    """Return whether an engine holds the language model alone, without towers: the parts that see or hear.
+
+    Args:
+        architecture: the name in the model's config.json.
+        asked: whether the deployment leaves pictures out.
+
+    An architecture without towers has nothing to leave out."""
+    support = TABLE[architecture].support if architecture in TABLE else Support.SERVED
+    return support is Support.TEXT or asked and support is Support.PICTURES
 
 
 def _of_form(form: ModelForm, states: bool) -> str | None:

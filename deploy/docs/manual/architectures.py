@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from store.files.architectures import TABLE, Served, Support
+from store.files.architectures import TABLE, Support
 
 PAGE = Path(__file__).with_suffix(".md")
 INTRODUCTION = """\
@@ -39,16 +39,14 @@ def _sections() -> Iterator[str]:
     for support in (Support.SERVED, Support.PICTURES, Support.TEXT):
         yield f"## {support.value.capitalize()}\n"
         for measured, word in ((True, "Measured"), (False, "Expected")):
-            if names := [name for name, line in TABLE.items() if (line.support, line.measured) == (support, measured)]:
-                yield _listed(f"**{word}**{_why(TABLE[names[0]])}: ", names)
+            lines = {name: line for name, line in TABLE.items() if (line.support, line.measured) == (support, measured)}
+            for reason in dict.fromkeys(line.reason for line in lines.values()):
+                names = [name for name, line in lines.items() if line.reason == reason]
+                yield _listed(f"**{word}**{f' ({reason})' if reason else ''}: ", names)
     yield "## Not yet\n"
     for reason in dict.fromkeys(line.reason for line in TABLE.values() if line.support is Support.NOT_YET):
         names = [name for name, line in TABLE.items() if line.support is Support.NOT_YET and line.reason == reason]
         yield _listed(f"{reason[0].upper()}{reason[1:]}: ", names)
-
-
-def _why(line: Served) -> str:
-    return f" ({line.reason})" if line.reason else ""
 
 
 def _listed(said: str, names: list[str]) -> str:

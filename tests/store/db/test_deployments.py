@@ -11,7 +11,7 @@ from store.db import deployments, models, tenants
 from store.db.database import Database, Taken
 from store.db.deployments import engine_of
 from store.db.models import ModelInUse, StoredModel
-from store.files.artefact import Artefact
+from store.files.artefact import Artefact, File
 
 ARTEFACT = Artefact("ab" * 32, "LlamaForCausalLM", "float32", 1000, 64, 2048, ())
 MODEL = StoredModel("m", None, None, "llama", "/m", "/m", "ready", "", ARTEFACT, 1)
@@ -69,6 +69,30 @@ def test_an_engine_weighs_what_its_dtype_makes_of_the_files() -> None:
     whole, half = engine_of(Spec(model="llama", dtype="float32"), MODEL), engine_of(SPEC, MODEL)
     assert (whole.weight_bytes, whole.kv_bytes_per_token) == (1000, 128)
     assert (half.weight_bytes, half.kv_bytes_per_token) == (500, 64)
+
+
+def _seeing(architecture: str) -> StoredModel:
+    file = File("model.safetensors", 1100, "00", tower_bytes=400)
+    return replace(MODEL, artefact=replace(ARTEFACT, architecture=architecture, files=(file,)))
+
+
+def test_a_deployment_without_pictures_has_an_engine_without_what_sees() -> None:
+    model = _seeing("Qwen2_5_VLForConditionalGeneration")
+    whole, text = engine_of(SPEC, model), engine_of(Spec(model="llama", language_model_only=True), model)
+    assert (whole.language_model_only, whole.weight_bytes) == (False, 500)
+    assert (text.language_model_only, text.weight_bytes) == (True, 300)
+    assert whole.key != text.key
+
+
+def test_a_model_that_only_hears_is_always_served_as_text() -> None:
+    model = _seeing("VoxtralForConditionalGeneration")
+    engine = engine_of(SPEC, model)
+    assert engine.language_model_only and engine.weight_bytes == 300
+    assert engine == engine_of(Spec(model="llama", language_model_only=True), model)
+
+
+def test_a_model_of_text_has_one_engine_whether_pictures_are_left_out_or_not() -> None:
+    assert engine_of(SPEC, MODEL) == engine_of(Spec(model="llama", language_model_only=True), MODEL)
 
 
 async def _made(database: Database) -> tuple[Deployment, StoredModel]:
