@@ -286,10 +286,11 @@ NOT_SERVED: dict[str, tuple[dict[str, object], str]] = {
     "draft": ({"architectures": ["EagleLlamaForCausalLM"]}, "deploy the larger model alone"),
     "speech": ({"architectures": ["WhisperForConditionalGeneration"]}, "not served yet: an encoder"),
     "state without layers and heads": ({"architectures": ["Mamba2ForCausalLM"]}, "every layer keeps a state"),
-    "state beside attention": ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "a state for each request"),
+    "state beside attention": ({"architectures": ["JambaForCausalLM"]}, "a state for each request"),
     "latent": ({"architectures": ["LongcatFlashForCausalLM"]}, "a latent vector for each token"),
     "name inside vLLM": ({"architectures": ["TransformersForCausalLM"]}, "the model's original config.json"),
     "layers with a state": ({"layer_types": ["full_attention", "linear_attention"]}, "a state for each request"),
+    "a config that is program code": ({"architectures": ["InternVLChatModel"]}, "with program code alone"),
     "layers of a text model": (
         {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": LLAMA | {"layer_types": ["conv"]}},
         "a state for each request",
