@@ -49,6 +49,7 @@ TOWER: dict[str, Any] = {
     "depth": 2,
     "num_attention_heads": 2,
     "num_heads": 2,
+    "num_key_value_heads": 2,
     "head_dim": 32,
     "mlp_ratio": 2,
     "image_size": 64,
