@@ -57,6 +57,7 @@ DETAILS = DEPLOYMENT | {
     "SCALING": "scaling",
     "TOOL PARSER": "tool_parser",
     "REASONING": "reasoning_parser",
+    "TEXT ALONE": "language_model_only",
 }
 ON_DEVICE = {
     "DEVICE": "device",
@@ -147,6 +148,9 @@ def deploy(
             help="vLLM's name of how the model marks its thinking, as qwen3: answers have the thinking apart."
         ),
     ] = None,
+    language_model_only: Annotated[
+        bool, typer.Option("--language-model-only", help="Without pictures: what sees them is not loaded.")
+    ] = False,
     canary: Annotated[
         int | None,
         typer.Option(
@@ -175,6 +179,7 @@ def deploy(
         "scaling": {"idle": idle, "max_replicas": max_replicas},
         "tool_parser": tool_parser,
         "reasoning_parser": reasoning_parser,
+        "language_model_only": language_model_only,
     }
     with connect(url, key) as gateway:
         if model is not None:
@@ -218,7 +223,7 @@ def _given(context: typer.Context, body: Row) -> Row:
     sources = {name: context.get_parameter_source(name) for name in context.params}
     said = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
     parts = {"slo": body["slo"], "scaling": _only(body["scaling"], said)}
-    names = ("model", "dtype", "max_model_len", "priority", "tool_parser", "reasoning_parser")
+    names = ("model", "dtype", "max_model_len", "priority", "tool_parser", "reasoning_parser", "language_model_only")
     whole = {name: body[name] for name in names if name in said}
     return whole | {name: part for name, part in parts.items() if part}
 

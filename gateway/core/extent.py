@@ -138,6 +138,11 @@ def first_excess(ask: BodyExtent, limits: ExtentLimits, repeats: bool = False) -
     return next((excess for excess in _measured(ask, limits, repeats) if excess.asked > excess.allowed), None)
 
 
+def pictures_in(ask: BodyExtent) -> int:
+    """Return the number of pictures in a body."""
+    return len(_pictures(ask.messages)) + len(_pictures(ask.input))
+
+
 def _measured(ask: BodyExtent, limits: ExtentLimits, repeats: bool) -> Iterator[Excess]:
     answers = max(_number(ask.n), _number(ask.best_of), 1) * _prompts(ask.prompt)
     yield Excess("n", answers, limits.answers_max, "answers (n times prompts)", "answers_max")

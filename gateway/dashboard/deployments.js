@@ -7,7 +7,8 @@ import { bytes, duration } from "./format.js";
 export const title = "Deployments";
 export const admin = false;
 
-const SPEC = ["model", "digest", "dtype", "max_model_len", "slo", "priority", "scaling", "tool_parser", "reasoning_parser"];
+const SPEC = ["model", "digest", "dtype", "max_model_len", "slo", "priority", "scaling", "tool_parser", "reasoning_parser",
+  "language_model_only"];
 
 export function show(root, { who, signal, say }) {
   let found = [];

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 
 from gateway.core.canary import takes
-from gateway.core.extent import BodyExtent, ExtentLimits, first_excess
+from gateway.core.extent import BodyExtent, ExtentLimits, first_excess, pictures_in
 from gateway.core.priority import HEADER, PriorityTooHigh, UnknownPriority, asked, granted
 from gateway.core.status import loadable
 from gateway.http.auth import Auth, Caller, Target
@@ -57,6 +57,7 @@ class Asking:
         name, named = await self._named(caller, said)
         body = body if said else _naming(body, name)
         target = self._revision(named, context.request_id)
+        _check_pictures(ask, name, target)
         tally = self.metrics.tally(str(caller.tenant_id), target.deployment_id)
         prefers = _preferences(request)
         wait_s = min(self.bounds.hold_deadline_s, _wait_s(prefers))
@@ -129,6 +130,13 @@ def _check_batch(ask: BodyExtent) -> None:
     if bytes(ask.stream) in (b"true", b"1"):
         remedy = "leave `stream` out, or send each conversation to /v1/chat/completions"
         raise Problem(400, "invalid_request", f"`stream`: a batch is answered in one piece: {remedy}")
+
+
+def _check_pictures(ask: BodyExtent, name: str, target: Target) -> None:
+    """Refuse pictures for a deployment whose engine holds the language model alone. Raises Problem."""
+    if target.spec.language_model_only and pictures_in(ask):
+        remedy = "leave the pictures out, or deploy a model that sees pictures, without `language_model_only`"
+        raise Problem(400, "no_pictures", f"{name!r} is served as text, and the request has pictures: {remedy}")
 
 
 def _naming(body: bytes, name: str) -> bytes:

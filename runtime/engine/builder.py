@@ -310,11 +310,14 @@ def _check_files(spec: EngineSpec) -> None:
 
 
 def _identity(spec: EngineSpec) -> str:
-    """Identity of the weights, for the image's key: the artefact's digest; without a digest, path, sizes and times."""
+    """Identity of the weights, for the image's key: the artefact's digest; without a digest, path, sizes and times.
+
+    A language model alone is another set of weights than the whole model."""
+    alone = " language_model_only" if spec.language_model_only else ""
     if spec.digest:
-        return spec.digest
+        return spec.digest + alone
     stats = [path.stat() for path in sorted(Path(spec.path).glob("*.safetensors"))]
-    return f"{spec.path} {[(stat.st_size, stat.st_mtime_ns) for stat in stats]}"
+    return f"{spec.path} {[(stat.st_size, stat.st_mtime_ns) for stat in stats]}{alone}"
 
 
 def _architecture() -> str:

@@ -48,6 +48,7 @@ def engine_args(spec: EngineSpec, load_format: str = "safetensors", **more: Any)
         disable_log_stats=True,
         seed=0,
         limit_mm_per_prompt=MEDIA_MOST,
+        language_model_only=bool(spec.language_model_only),
         # vLLM's front half would leave out pictures that its engine has seen: here a request may go to any runtime.
         mm_processor_cache_gb=0,
         **more,

@@ -386,7 +386,9 @@ def _install_capture() -> None:
 
 
 def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Every tensor held by the model: parameters, buffers, attributes, and tensors enclosed by layers' functions."""
+    """Every tensor held by the model: parameters, buffers, attributes, and tensors enclosed by layers' functions.
+
+    A tensor without memory (on torch's device `meta`) belongs to a tower that vLLM left out."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     todo: list[Any] = [vars(module) for module in model.modules()]
@@ -397,7 +399,8 @@ def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
         seen.add(id(item))
         match item:
             case torch.Tensor():
-                found.setdefault(id(item), item)
+                if not item.is_meta:
+                    found.setdefault(id(item), item)
             case dict():
                 todo += list(item.values())
             case list() | tuple() | set():

@@ -64,6 +64,7 @@ class Spec(_Part, frozen=True, kw_only=True):
     price: Nothing = Nothing()
     tool_parser: Parser | None = None
     reasoning_parser: Parser | None = None
+    language_model_only: bool = False  # no pictures: the parts of the model that see are not loaded
 
 
 class Share(_Part, frozen=True, kw_only=True):

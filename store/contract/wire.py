@@ -129,6 +129,8 @@ class EngineSpec(Message, frozen=True, kw_only=True, tag="EngineSpec"):
     pinned: bool = False  # an idle model keeps its pages, unless another model would wait for ever
     replicas: int = 0  # runtimes that host the model; 0: all runtimes
     reasoning_parser: str = ""  # vLLM's name of the parser of thinking: a grammar begins behind the thinking
+    # The parts of the model that see or hear are not loaded. Unset means False, and the message is as before the field.
+    language_model_only: bool | msgspec.UnsetType = msgspec.UNSET
     # What the layers keep. Unset: every layer keeps every token, and the message is as before there was the field.
     kv_layers: tuple[KeptLayers, ...] | msgspec.UnsetType = msgspec.UNSET
 

@@ -29,6 +29,7 @@ from store.contract.deployments import (
 from store.db.database import AnyRow, AnySelect, added_once, new_id
 from store.db.models import StoredModel, model_of
 from store.db.tables import artefacts, deployments, models, revisions, tenants, usage
+from store.files.architectures import language_model_only
 
 FAILED = "error"  # `finish` of a usage row whose request ended by a fault of the platform
 # ── the engine of a revision ──────────────────────────────────────────────────────────────────────────────────────────
@@ -47,6 +48,9 @@ def engine_of(spec: Spec, model: StoredModel) -> wire.EngineSpec:
     settings = f"{spec.dtype}|{tokens}|{'never' if never else idle}|{replicas}|{model.path}"
     if spec.reasoning_parser:  # an engine without a parser keeps the key from before parsers
         settings += f"|{spec.reasoning_parser}"
+    text = language_model_only(artefact.architecture, spec.language_model_only)
+    if text:
+        settings += "|language_model_only"
     return wire.EngineSpec(
         key=f"{artefact.digest[:16]}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}",
         path=model.path,
@@ -54,13 +58,14 @@ def engine_of(spec: Spec, model: StoredModel) -> wire.EngineSpec:
         architecture=artefact.architecture,
         dtype=spec.dtype,
         max_model_len=tokens,
-        weight_bytes=artefact.weight_bytes_as(spec.dtype),
+        weight_bytes=artefact.weight_bytes_as(spec.dtype, text),
         kv_bytes_per_token=artefact.kv_bytes_per_token * (2 if spec.dtype == "float32" else 1),
         kv_layers=artefact.kv_layers_as(spec.dtype) or msgspec.UNSET,
         idle_s=idle,
         pinned=never,
         replicas=replicas,
         reasoning_parser=spec.reasoning_parser or "",
+        language_model_only=text or msgspec.UNSET,
     )
 
 

@@ -77,12 +77,17 @@ async def accept(
 
     Returns False if the import was cancelled or the model deleted."""
     facts = {name: value for name, value in vars(artefact).items() if name not in ("files", "kv_layers")}
-    files = json.dumps([asdict(file) for file in artefact.files])
+    files = json.dumps([_written(file) for file in artefact.files])
     kept = msgspec.json.encode(artefact.kv_layers).decode() if artefact.kv_layers else None
     row = insert(connection, artefacts).values(**facts, files=files, kv_layers=kept, created_us=now_us)
     await connection.execute(row.on_conflict_do_nothing())
     moved = {} if path is None else {"path": path}
     return await _finish(connection, id, state="ready", digest=artefact.digest, **moved)
+
+
+def _written(file: File) -> dict[str, object]:
+    """Return the fields of a file. Earlier versions know no towers, and read files without towers as before."""
+    return {name: value for name, value in asdict(file).items() if name != "tower_bytes" or value}
 
 
 async def refuse(connection: AsyncConnection, id: str, reason: str) -> bool:

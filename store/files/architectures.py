@@ -27,6 +27,7 @@ class Served(msgspec.Struct, frozen=True):
 
     support: Support
     measured: bool = False  # the tokens were equal to bare vLLM's
+    text_measured: bool = False  # the tokens of a model with pictures, served without pictures, were equal
     reason: str = ""
 
 
@@ -49,77 +50,72 @@ ENCODER = "an encoder reads the input, and a decoder keeps the encoder's keys an
 ACTIONS = "the model answers with a robot's actions, and Staccato has no endpoint for these answers"
 DIFFUSION = "the model writes many tokens at a time by diffusion, and Staccato's steps make tokens one after another"
 UNLOADED = "this version's vLLM does not load the model as published: wait for another version of vLLM"
+REMOTE = "the model's config.json can be read with program code alone, which Staccato never runs"
 LACKING = "vLLM's code of the model needs a package (timm or torchaudio) that Staccato's set-up leaves out"
 DEAF = "sound and video are left out"
 
 _TEXT_MEASURED = """
-ApertusForCausalLM ArceeForCausalLM BloomForCausalLM Cohere2ForCausalLM CohereForCausalLM Ernie4_5ForCausalLM
-Ernie4_5_MoeForCausalLM Exaone4ForCausalLM FalconForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM
-GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM Gemma4ForCausalLM GemmaForCausalLM
-Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
-HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM Llama4ForCausalLM LlamaForCausalLM MiniCPM3ForCausalLM
-MistralForCausalLM MixtralForCausalLM NemotronForCausalLM OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
-OlmoForCausalLM OlmoeForCausalLM Phi3ForCausalLM PhiForCausalLM PhiMoEForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM
-Qwen3ForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
+ApertusForCausalLM ArceeForCausalLM BloomForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM
+Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM FalconForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM
+GPTJForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM Gemma4ForCausalLM
+GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM
+GraniteMoeForCausalLM GraniteMoeSharedForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM Llama4ForCausalLM
+LlamaForCausalLM MiniCPM3ForCausalLM Ministral3ForCausalLM MistralForCausalLM MixtralForCausalLM NemotronForCausalLM
+OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM Phi3ForCausalLM PhiForCausalLM
+PhiMoEForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM
+SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
 """
 _STATES_MEASURED = """
 FalconH1ForCausalLM GraniteMoeHybridForCausalLM Mamba2ForCausalLM NemotronHForCausalLM Qwen3NextForCausalLM
-Zamba2ForCausalLM
+Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Zamba2ForCausalLM
 """
 _LATENT_MEASURED = "DeepseekV2ForCausalLM DeepseekV3ForCausalLM"
 _TEXT = """
-AfmoeForCausalLM BailingMoeForCausalLM BailingMoeV2ForCausalLM ChatGLMForConditionalGeneration ChatGLMModel
-Cohere2MoeForCausalLM CwmForCausalLM DeciLMForCausalLM DeepseekForCausalLM ExaoneForCausalLM ExaoneMoEForCausalLM
-ExaoneMoeForCausalLM FlexOlmoForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM
-HYV3ForCausalLM HrmTextForCausalLM HyperCLOVAXForCausalLM IQuestCoderForCausalLM IQuestLoopCoderForCausalLM
-InklingForCausalLM InternLM2ForCausalLM InternLM3ForCausalLM Jais2ForCausalLM K2HorizonForCausalLM LLaMAForCausalLM
-LagunaForCausalLM MellumForCausalLM MiMoForCausalLM MiMoV2FlashForCausalLM MiMoV2ForCausalLM MiniCPMForCausalLM
-Ministral3ForCausalLM NanbeigeForCausalLM OrionForCausalLM PanguEmbeddedForCausalLM PanguProMoEV2ForCausalLM
-Param2MoEForCausalLM Plamo3ForCausalLM Rnj1ForCausalLM SarvamMoEForCausalLM SolarForCausalLM Step1ForCausalLM
-Step3TextForCausalLM Step3p5ForCausalLM TeleChat2ForCausalLM TeleChat3ForCausalLM TeleFLMForCausalLM
-VaultGemmaForCausalLM
+AfmoeForCausalLM ChatGLMForConditionalGeneration ChatGLMModel CwmForCausalLM ExaoneMoEForCausalLM ExaoneMoeForCausalLM
+FlexOlmoForCausalLM GraniteMoeSWAForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM HrmTextForCausalLM
+HyperCLOVAXForCausalLM InklingForCausalLM Jais2ForCausalLM K2HorizonForCausalLM LLaMAForCausalLM LagunaForCausalLM
+MellumForCausalLM MiMoV2FlashForCausalLM Rnj1ForCausalLM Step3TextForCausalLM Step3p5ForCausalLM VaultGemmaForCausalLM
 """
 _PICTURES_MEASURED = """
 Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration SmolVLMForConditionalGeneration
 """
+_PICTURES_TEXT_MEASURED = """
+AriaForConditionalGeneration Exaone4_5_ForConditionalGeneration Gemma3ForConditionalGeneration
+Glm4vForConditionalGeneration GlmOcrForConditionalGeneration Idefics3ForConditionalGeneration
+InternVLForConditionalGeneration LlavaForConditionalGeneration LlavaNextForConditionalGeneration
+LlavaOnevisionForConditionalGeneration Mistral3ForConditionalGeneration
+PaddleOCRVLForConditionalGeneration PaliGemmaForConditionalGeneration Qwen2VLForConditionalGeneration
+"""
+_PICTURES_STATES_TEXT_MEASURED = "Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration"
 _PICTURES = """
-AriaForConditionalGeneration BagelForConditionalGeneration BeeForConditionalGeneration Blip2ForConditionalGeneration
-Cohere2VisionForConditionalGeneration CohereCompassForConditionalGeneration Cosmos3EdgeForConditionalGeneration
-Cosmos3ForConditionalGeneration DeepseekOCR2ForCausalLM DeepseekOCRForCausalLM DotsOCRForCausalLM
-Eagle2_5_VLForConditionalGeneration Emu3ForConditionalGeneration Ernie4_5_VLMoeForConditionalGeneration
-Exaone4_5_ForConditionalGeneration GLM4VForCausalLM Gemma3ForConditionalGeneration Glm4vForConditionalGeneration
-Glm4vMoeForConditionalGeneration GlmOcrForConditionalGeneration Granite4VisionForConditionalGeneration H2OVLChatModel
-HCXVisionV2ForCausalLM HfMoondream HunYuanVLForConditionalGeneration Idefics3ForConditionalGeneration
-InklingForConditionalGeneration InternS1ForConditionalGeneration InternS1ProForConditionalGeneration InternVLChatModel
-InternVLForConditionalGeneration IsaacForConditionalGeneration KeyeForConditionalGeneration
-KeyeVL1_5ForConditionalGeneration LightOnOCRForConditionalGeneration Llama4ForConditionalGeneration
-Llama_Nemotron_Nano_VL LlavaForConditionalGeneration LlavaNextForConditionalGeneration
-LlavaOnevision2ForConditionalGeneration LlavaOnevisionForConditionalGeneration MiniCPMV Mistral3ForConditionalGeneration
-Molmo2ForConditionalGeneration MolmoForCausalLM Moondream3ForCausalLM MuseGlimmerForCausalLM
-MuseGlimmerForConditionalGeneration NVLM_D OpenCUAForConditionalGeneration OpenPanguVLForConditionalGeneration Ovis
-Ovis2_5 Ovis2_6ForCausalLM Ovis2_6_MoeForCausalLM PaddleOCRVLForConditionalGeneration PaliGemmaForConditionalGeneration
-Phi3VForCausalLM Phi4ForCausalLMV PixtralForConditionalGeneration QianfanOCRForConditionalGeneration
-Qwen2VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration RForConditionalGeneration SkyworkR1VChatModel
-Step3VLForConditionalGeneration Step3p7ForConditionalGeneration StepVLForConditionalGeneration UnlimitedOCRForCausalLM
+BagelForConditionalGeneration Blip2ForConditionalGeneration Cohere2VisionForConditionalGeneration
+CohereCompassForConditionalGeneration Cosmos3EdgeForConditionalGeneration Cosmos3ForConditionalGeneration
+DeepseekOCR2ForCausalLM DeepseekOCRForCausalLM Emu3ForConditionalGeneration Ernie4_5_VLMoeForConditionalGeneration
+GLM4VForCausalLM Glm4vMoeForConditionalGeneration Granite4VisionForConditionalGeneration HCXVisionV2ForCausalLM
+HunYuanVLForConditionalGeneration InklingForConditionalGeneration IsaacForConditionalGeneration
+LightOnOCRForConditionalGeneration Llama4ForConditionalGeneration Moondream3ForCausalLM MuseGlimmerForCausalLM
+MuseGlimmerForConditionalGeneration
+Ovis PixtralForConditionalGeneration QianfanOCRForConditionalGeneration Qwen3VLMoeForConditionalGeneration
+Step3VLForConditionalGeneration Step3p7ForConditionalGeneration UnlimitedOCRForCausalLM
+"""
+_PICTURES_DEAF = """
+Gemma3nForConditionalGeneration Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration
+Qwen2_5OmniForConditionalGeneration Qwen2_5OmniModel Qwen3OmniMoeForConditionalGeneration
 """
 _DEAF = """
-AudioFlamingo3ForConditionalGeneration FunAudioChatForConditionalGeneration Gemma3nForConditionalGeneration
-Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration GraniteSpeechForConditionalGeneration
-GraniteSpeechPlusForConditionalGeneration LlavaNextVideoForConditionalGeneration MiMoV2OmniForCausalLM MiniCPMO
-MoonshotKimiaForCausalLM MossAudioModel Phi4MMForCausalLM Qwen2AudioForConditionalGeneration
-Qwen2_5OmniForConditionalGeneration Qwen2_5OmniModel Qwen3OmniMoeForConditionalGeneration UltravoxModel
-VoxtralForConditionalGeneration
+AudioFlamingo3ForConditionalGeneration FunAudioChatForConditionalGeneration GraniteSpeechForConditionalGeneration
+GraniteSpeechPlusForConditionalGeneration LlavaNextVideoForConditionalGeneration Qwen2AudioForConditionalGeneration
+UltravoxModel VoxtralForConditionalGeneration
 """
 _REFUSED = {
     STATE: """
 BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM BailingMoeV3VLForConditionalGeneration FalconMambaForCausalLM
 Glm5NextForCausalLM Glm5NextForConditionalGeneration InternS2MobiusForConditionalGeneration
 InternS2PreviewForConditionalGeneration JambaForCausalLM KimiK3ForConditionalGeneration KimiLinearForCausalLM
-Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration MambaForCausalLM
-MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration NemotronHPuzzleForCausalLM
-NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2 NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3
-OlmoHybridForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM
-Qwen3_5MoeForConditionalGeneration Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration
+Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration MambaForCausalLM MiniCPMV4_6ForConditionalGeneration
+MiniCPMV4_7ForConditionalGeneration NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2
+NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3 OlmoHybridForCausalLM Qwen4ExpForCausalLM
+Qwen4ExpForConditionalGeneration
 """,
     LATENT: """
 AXK1ForCausalLM DeepseekVLV2ForCausalLM Glm4MoeLiteForCausalLM KimiK25ForConditionalGeneration
@@ -137,6 +133,19 @@ MossTranscribeDiarizeForConditionalGeneration Qwen3ASRForConditionalGeneration Q
 VibeVoiceAsrForConditionalGeneration VoxtralRealtimeGeneration
 """,
     ENCODER: "CohereAsrForConditionalGeneration NemotronParseForConditionalGeneration WhisperForConditionalGeneration",
+    REMOTE: """
+BailingMoeForCausalLM BailingMoeV2ForCausalLM BeeForConditionalGeneration DeciLMForCausalLM DeepseekForCausalLM
+DotsOCRForCausalLM Eagle2_5_VLForConditionalGeneration ExaoneForCausalLM H2OVLChatModel HfMoondream
+IQuestCoderForCausalLM IQuestLoopCoderForCausalLM InternLM2ForCausalLM InternLM3ForCausalLM
+InternS1ForConditionalGeneration InternS1ProForConditionalGeneration InternVLChatModel KeyeForConditionalGeneration
+KeyeVL1_5ForConditionalGeneration Llama_Nemotron_Nano_VL LlavaOnevision2ForConditionalGeneration MiMoForCausalLM
+MiMoV2ForCausalLM MiMoV2OmniForCausalLM MiniCPMForCausalLM MiniCPMO MiniCPMV Molmo2ForConditionalGeneration
+MolmoForCausalLM MoonshotKimiaForCausalLM MossAudioModel NVLM_D NanbeigeForCausalLM OpenCUAForConditionalGeneration
+OpenPanguVLForConditionalGeneration OrionForCausalLM Ovis2_5 Ovis2_6ForCausalLM Ovis2_6_MoeForCausalLM
+PanguEmbeddedForCausalLM PanguProMoEV2ForCausalLM Param2MoEForCausalLM Phi3VForCausalLM Phi4ForCausalLMV
+Phi4MMForCausalLM Plamo3ForCausalLM RForConditionalGeneration SarvamMoEForCausalLM SkyworkR1VChatModel SolarForCausalLM
+Step1ForCausalLM StepVLForConditionalGeneration TeleChat2ForCausalLM TeleChat3ForCausalLM TeleFLMForCausalLM
+""",
     ACTIONS: "OpenVLAForActionPrediction",
     DIFFUSION: "DiffusionGemmaForBlockDiffusion",
     LACKING: "KananaVForConditionalGeneration MiDashengLMModel",
@@ -181,7 +190,12 @@ TABLE: dict[str, Served] = {
     ),
     **dict.fromkeys(_TEXT.split(), Served(Support.SERVED)),
     **dict.fromkeys(_PICTURES_MEASURED.split(), Served(Support.PICTURES, measured=True)),
+    **dict.fromkeys(
+        [*_PICTURES_TEXT_MEASURED.split(), *_PICTURES_STATES_TEXT_MEASURED.split()],
+        Served(Support.PICTURES, text_measured=True),
+    ),
     **dict.fromkeys(_PICTURES.split(), Served(Support.PICTURES)),
+    **dict.fromkeys(_PICTURES_DEAF.split(), Served(Support.PICTURES, reason=DEAF)),
     **dict.fromkeys(_DEAF.split(), Served(Support.TEXT, reason=DEAF)),
     **{name: Served(Support.NOT_YET, reason=why) for why, names in _REFUSED.items() for name in names.split()},
 }
@@ -199,10 +213,23 @@ def refusal(architecture: str, form: ModelForm | None) -> str | None:
         form: fields of the language model's config; None if the form was judged before.
     """
     known = TABLE.get(architecture)
-    why = _of_form(form, architecture in _STATES_MEASURED.split()) if form else None
+    states = architecture in [*_STATES_MEASURED.split(), *_PICTURES_STATES_TEXT_MEASURED.split()]
+    why = _of_form(form, states) if form else None
     if why is None and known is not None and known.support is Support.NOT_YET:
         why = known.reason
     return f"{architecture} is not served yet: {why}" if why else None
+
+
+def language_model_only(architecture: str, asked: bool) -> bool:
+    """Return whether an engine holds the language model alone, without towers: the parts that see or hear.
+
+    Args:
+        architecture: the name in the model's config.json.
+        asked: whether the deployment leaves pictures out.
+
+    An architecture without towers has nothing to leave out."""
+    support = TABLE[architecture].support if architecture in TABLE else Support.SERVED
+    return support is Support.TEXT or asked and support is Support.PICTURES
 
 
 def _of_form(form: ModelForm, states: bool) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,6 +53,16 @@ TOKENIZER_SETS = (
     {"vocab.txt"},
     {"spiece.model"},
 )
+# Names of the parts of models that see or hear, and of the parts that project into the language model.
+TOWERS = frozenset(
+    """
+apm audio audio_adapter audio_projection_layer audio_tower av_model connector embed_audio embed_tokens_extend
+embed_vision image_newline language_projection mlp1 mlp_AR mm_projector model_vision multi_modal_projector
+patch_merger pre_mm_projector_norm qformer query_tokens resampler resampler_model sam_model visual visual_tokenizer
+vision vision_backbone vision_embed_tokens vision_encoder vision_language_adapter vision_model vision_projection
+vision_projector vision_tower vpm vte
+""".split()
+)
 LEARNED = ("wpe.weight", "decoder.embed_positions.weight")  # tables of learned positions of language models
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
@@ -71,6 +81,7 @@ class File:
     name: str
     size: int
     sha256: str
+    tower_bytes: int = 0  # of weights in `TOWERS`
 
 
 @dataclass(frozen=True)
@@ -84,15 +95,16 @@ class Artefact:
     files: tuple[File, ...]
     kv_layers: tuple[KeptLayers, ...] = ()  # at two bytes an element; empty: every layer keeps every token
 
-    def weight_bytes_as(self, dtype: str) -> int:
-        """Return the size of the weights in memory under a dtype.
+    def weight_bytes_as(self, dtype: str, language_model_only: bool = False) -> int:
+        """Return the size of the weights in memory under a dtype, without towers if the language model is alone.
 
         `auto` keeps 16 bits and turns 32 bits into 16, as vLLM does. Quantised weights keep their size."""
+        size = self.weight_bytes - (sum(file.tower_bytes for file in self.files) if language_model_only else 0)
         if self.dtype == "float32":
-            return self.weight_bytes if dtype == "float32" else self.weight_bytes // 2
+            return size if dtype == "float32" else size // 2
         if self.dtype in ("float16", "bfloat16"):
-            return self.weight_bytes * 2 if dtype == "float32" else self.weight_bytes
-        return self.weight_bytes
+            return size * 2 if dtype == "float32" else size
+        return size
 
     def kv_layers_as(self, dtype: str) -> tuple[KeptLayers, ...]:
         return tuple(kept.widened(2) for kept in self.kv_layers) if dtype == "float32" else self.kv_layers
@@ -158,6 +170,7 @@ class _Folder:
                 "config.json does not say how many layers and heads the model has: give its original file"
             )
         files = self._hash([*(n for n in (*CONFIGS, *TOKENIZERS, INDEX) if n in self._names), *headers], progress)
+        files = [replace(file, tower_bytes=_tower_bytes(headers.get(file.name))) for file in files]
         by_dtype: dict[str, int] = {}
         for header in headers.values():
             for dtype, size in header.bytes_by_dtype().items():
@@ -315,6 +328,14 @@ def _learned_positions(headers: dict[str, safetensors.Header]) -> list[tuple[str
     """Return tensors with a row for each position, and their rows; [] if the model computes positions."""
     tensors = [named for header in headers.values() for named in header.tensors.items()]
     return [(name, tensor.shape[0]) for name, tensor in tensors if name.endswith(LEARNED) and tensor.shape]
+
+
+def _tower_bytes(header: safetensors.Header | None) -> int:
+    """Return the bytes of towers in a weight file; 0 for other files.
+
+    The first parts of a tensor's name say where in the model the tensor is: `model.visual.blocks.0.attn.qkv.weight`."""
+    tensors = header.tensors.items() if header else ()
+    return sum(tensor.size for name, tensor in tensors if not TOWERS.isdisjoint(name.split(".")[:3]))
 
 
 def _digest(files: list[File]) -> str:

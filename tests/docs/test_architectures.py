@@ -23,4 +23,4 @@ def test_the_table_has_the_names_of_vllms_registry() -> None:
 def test_what_is_not_served_has_a_reason_and_what_is_served_has_no_contradiction() -> None:
     refused = [line for line in TABLE.values() if line.support is Support.NOT_YET]
     assert refused and all(line.reason and not line.measured for line in refused)
-    assert all(not line.reason for line in TABLE.values() if line.support in (Support.SERVED, Support.PICTURES))
+    assert all(not line.reason for line in TABLE.values() if line.support is Support.SERVED)

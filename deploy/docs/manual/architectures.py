@@ -21,6 +21,8 @@ test holds the table against the names in vLLM's registry.
 
 - **Measured**: the model's tokens were compared with those of bare vLLM, and were equal, also after the model had been
   parked in mid-answer. The models measured were tiny, with random weights, on CPUs.
+- **Measured as text**: the same comparison, for deployments with `--language-model-only`. Answers about pictures are
+  expected to be right, and were not compared.
 - **Expected**: the model keeps keys and values as measured models do, and nothing is known against the model. The
   golden question of each build still finds a model that answers wrongly.
 
@@ -38,17 +40,19 @@ def page() -> str:
 def _sections() -> Iterator[str]:
     for support in (Support.SERVED, Support.PICTURES, Support.TEXT):
         yield f"## {support.value.capitalize()}\n"
-        for measured, word in ((True, "Measured"), (False, "Expected")):
-            if names := [name for name, line in TABLE.items() if (line.support, line.measured) == (support, measured)]:
-                yield _listed(f"**{word}**{_why(TABLE[names[0]])}: ", names)
+        for word in ("Measured", "Measured as text", "Expected"):
+            lines = {name: line for name, line in TABLE.items() if line.support is support and _word(line) == word}
+            for reason in dict.fromkeys(line.reason for line in lines.values()):
+                names = [name for name, line in lines.items() if line.reason == reason]
+                yield _listed(f"**{word}**{f' ({reason})' if reason else ''}: ", names)
     yield "## Not yet\n"
     for reason in dict.fromkeys(line.reason for line in TABLE.values() if line.support is Support.NOT_YET):
         names = [name for name, line in TABLE.items() if line.support is Support.NOT_YET and line.reason == reason]
         yield _listed(f"{reason[0].upper()}{reason[1:]}: ", names)
 
 
-def _why(line: Served) -> str:
-    return f" ({line.reason})" if line.reason else ""
+def _word(line: Served) -> str:
+    return "Measured" if line.measured else "Measured as text" if line.text_measured else "Expected"
 
 
 def _listed(said: str, names: list[str]) -> str:

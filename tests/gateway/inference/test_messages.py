@@ -12,6 +12,7 @@ import pytest
 from store.contract.wire import ModelState, Residency
 from tests.gateway.plane import Plane, made
 from tests.gateway.vllm.test_front import FAQ, asked, runs_of
+from tests.store.files.folders import LLAMA, write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM and torch, imported by the front
 
@@ -115,6 +116,28 @@ async def test_a_batch_is_one_request_with_an_answer_for_each_conversation(plane
         refusal = made(await client.post("/v1/chat/completions/batch", json=body | {"messages": [HELLO] * 129}), 400)
     assert len(runs) == 3 and len({run.request for run in runs}) == 1, "one row on the bill"
     assert refusal["error"]["code"] == "request_too_extensive" and "129" in refusal["error"]["message"]
+
+
+async def test_pictures_for_a_deployment_of_text_alone_are_refused_on_every_route(plane: Plane) -> None:
+    folder = write_model(plane.folder / "seeing", LLAMA | {"architectures": ["Gemma3ForConditionalGeneration"]})
+    await plane.model("seeing", folder=folder)
+    key = await tenant_key(plane)
+    body = {"tenant": "acme", "name": "chat", "model": "seeing", "language_model_only": True}
+    assert made(await plane.admin.post("/deployments", json=body))["language_model_only"] is True
+    url = {"url": "data:image/png;base64,AA=="}
+    shown = {"role": "user", "content": [{"type": "image_url", "image_url": url}]}
+    source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
+    seen = {"role": "user", "content": [{"type": "image", "source": source}]}
+    given = {"role": "user", "content": [{"type": "input_image", "image_url": url["url"]}]}
+    async with asked(plane, key) as client:
+        for path, body in (
+            ("/v1/chat/completions", BODY | {"messages": [shown]}),
+            ("/v1/responses", {"model": "chat", "input": [given]}),
+        ):
+            error = made(await client.post(path, json=body), 400)["error"]
+            assert error["code"] == "no_pictures", error
+            assert error["message"].startswith("'chat' is served as text, and the request has pictures: leave"), error
+        assert await refused(client, BODY | {"messages": [seen]}) == (400, "invalid_request_error")
 
 
 async def test_a_card_says_the_digest_of_the_files_and_no_path(plane: Plane) -> None:

@@ -12,7 +12,7 @@ from store.db import deployments, models, tenants
 from store.db.database import Database, Taken
 from store.db.deployments import engine_of
 from store.db.models import ModelInUse, StoredModel
-from store.files.artefact import Artefact
+from store.files.artefact import Artefact, File
 
 ARTEFACT = Artefact("ab" * 32, "LlamaForCausalLM", "float32", 1000, 64, 2048, ())
 MODEL = StoredModel("m", None, None, "llama", "/m", "/m", "ready", "", ARTEFACT, 1)
@@ -86,6 +86,30 @@ async def test_a_model_inspected_by_an_earlier_version_keeps_every_token(databas
         curve = engine_of(Spec(model="llama", dtype="float32"), model).kv
         assert curve.request_bytes >= request_bytes and (curve.request_bytes > 0) == (request_bytes > 0)
         assert curve.token_bytes == 128
+
+
+def _seeing(architecture: str) -> StoredModel:
+    file = File("model.safetensors", 1100, "00", tower_bytes=400)
+    return replace(MODEL, artefact=replace(ARTEFACT, architecture=architecture, files=(file,)))
+
+
+def test_a_deployment_without_pictures_has_an_engine_without_what_sees() -> None:
+    model = _seeing("Qwen2_5_VLForConditionalGeneration")
+    whole, text = engine_of(SPEC, model), engine_of(Spec(model="llama", language_model_only=True), model)
+    assert (bool(whole.language_model_only), whole.weight_bytes) == (False, 500)
+    assert (text.language_model_only, text.weight_bytes) == (True, 300)
+    assert whole.key != text.key
+
+
+def test_a_model_that_only_hears_is_always_served_as_text() -> None:
+    model = _seeing("VoxtralForConditionalGeneration")
+    engine = engine_of(SPEC, model)
+    assert engine.language_model_only and engine.weight_bytes == 300
+    assert engine == engine_of(Spec(model="llama", language_model_only=True), model)
+
+
+def test_a_model_of_text_has_one_engine_whether_pictures_are_left_out_or_not() -> None:
+    assert engine_of(SPEC, MODEL) == engine_of(Spec(model="llama", language_model_only=True), MODEL)
 
 
 async def _made(database: Database) -> tuple[Deployment, StoredModel]:

@@ -37,6 +37,20 @@ def test_float32_files_weigh_half_unless_served_as_float32(tmp_path: Path) -> No
     }
 
 
+def test_a_language_model_alone_weighs_less_by_what_sees_and_hears(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    seeing = {"model.visual.blocks.0.attn.qkv.weight": ("F32", [8], 32), "audio_tower.conv1.bias": ("F32", [2], 8)}
+    language = {
+        "model.language_model.norm.weight": ("F32", [16], 64),
+        "lm_head.weight": ("F32", [1], 4),
+    }
+    write_safetensors(tmp_path / "model.safetensors", seeing | language)
+    artefact = inspect(tmp_path, SUPPORTED)
+    assert {file.name: file.tower_bytes for file in artefact.files if file.tower_bytes} == {"model.safetensors": 40}
+    assert [artefact.weight_bytes_as("float32", alone) for alone in (False, True)] == [108, 68]
+    assert artefact.weight_bytes_as("auto", True) == 34
+
+
 def test_the_digest_is_of_the_content_and_not_of_the_place(tmp_path: Path) -> None:
     one, same, other = (
         inspect(write_model(tmp_path / name, seed=seed), SUPPORTED) for name, seed in (("a", ""), ("b", ""), ("c", "x"))
@@ -314,10 +328,11 @@ NOT_SERVED: dict[str, tuple[dict[str, object], str]] = {
     "draft": ({"architectures": ["EagleLlamaForCausalLM"]}, "deploy the larger model alone"),
     "speech": ({"architectures": ["WhisperForConditionalGeneration"]}, "not served yet: an encoder"),
     "state alone": ({"architectures": ["MambaForCausalLM"]}, "some layers keep a state"),
-    "state beside attention": ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "a state for each request"),
+    "state beside attention": ({"architectures": ["JambaForCausalLM"]}, "a state for each request"),
     "latent": ({"architectures": ["LongcatFlashForCausalLM"]}, "a latent vector for each token"),
     "name inside vLLM": ({"architectures": ["TransformersForCausalLM"]}, "the model's original config.json"),
     "layers with a state": ({"layer_types": ["full_attention", "linear_attention"]}, "a state for each request"),
+    "a config that is program code": ({"architectures": ["InternVLChatModel"]}, "with program code alone"),
     "layers of a text model": (
         {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": LLAMA | {"layer_types": ["conv"]}},
         "a state for each request",

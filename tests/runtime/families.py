@@ -1,0 +1,129 @@
+"""Tiny models with random weights of many architectures: transformers' own default config of a family, made small.
+
+`write_family` writes the folder of an architecture of `FAMILIES`. Nothing but sizes is set, unless the family needs
+more, so a config has the fields, and the tensors have the names, with which transformers publishes the family.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from deploy.demo.random_weights import SPREAD, _tokenizer
+from tests.runtime.forms import CONTEXT, SHAPE, VOCABULARY
+from tests.runtime.hybrids import NOISE, _let_layers_speak
+
+LANGUAGE: dict[str, Any] = SHAPE | {
+    "num_hidden_layers": 4,
+    "sliding_window": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_nextn_predict_layers": 0,
+    "query_pre_attn_scalar": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "full_attention_interval": 4,
+    "attention_chunk_size": 128,
+    "intermediate_size_mlp": 256,
+    "interleave_moe_layer_step": 1,
+}
+TOWER: dict[str, Any] = {
+    "hidden_size": 64,
+    "embed_dim": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "depth": 2,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "mlp_ratio": 2,
+    "image_size": 64,
+    "patch_size": 16,
+    "num_channels": 3,
+    "num_position_embeddings": 64,
+    "out_hidden_size": 128,
+    "projection_dim": 64,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [1],
+    "d_model": 64,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 128,
+    "output_dim": 128,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by architecture: transformers' name, and values of config.json
+    # vLLM makes a group of processes for mixtures if the first model of a process is one: mixtures come first.
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", {}),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", {}),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", {}),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", {}),
+    "Qwen2VLForConditionalGeneration": ("qwen2_vl", {}),
+    "LlavaForConditionalGeneration": ("llava", {}),
+    "LlavaNextForConditionalGeneration": ("llava_next", {}),
+    "LlavaOnevisionForConditionalGeneration": ("llava_onevision", {}),
+    "Gemma3ForConditionalGeneration": ("gemma3", {}),
+    "PaliGemmaForConditionalGeneration": ("paligemma", {}),
+    "InternVLForConditionalGeneration": ("internvl", {}),
+    "Mistral3ForConditionalGeneration": ("mistral3", {}),
+    "Ministral3ForCausalLM": ("ministral3", {}),
+    "Idefics3ForConditionalGeneration": ("idefics3", {}),
+    "Glm4vForConditionalGeneration": ("glm4v", {}),
+    "GlmOcrForConditionalGeneration": ("glm_ocr", {}),
+    "Exaone4_5_ForConditionalGeneration": ("exaone4_5", {}),
+    "PaddleOCRVLForConditionalGeneration": ("paddleocr_vl", {}),
+    "AriaForConditionalGeneration": ("aria", {}),
+    "Cohere2MoeForCausalLM": ("cohere2_moe", {}),
+    "GraniteMoeSharedForCausalLM": ("granitemoeshared", {}),
+}
+ROUNDED = ("Qwen3_5",)  # beginnings of architectures whose kernels for CPUs take 16 bits alone
+
+
+def write_family(folder: Path, architecture: str, seed: int = 3) -> Path:
+    """Write the model folder of an architecture of `FAMILIES`, with random weights. Returns the folder."""
+    kind, more = FAMILIES[architecture]
+    config = CONFIG_MAPPING[kind](**_small(CONFIG_MAPPING[kind], LANGUAGE, more))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, architecture)(config)
+        for name, weight in model.named_parameters():  # weights of zeros or ones alone would hide faults
+            if weight.ndim > 1 and (weight.std() == 0 or not weight.isfinite().all() or "experts" in name):
+                torch.nn.init.normal_(weight.data, std=SPREAD)
+            elif weight.ndim <= 1 and weight.numel() > 1 and "A_log" not in name and "dt_bias" not in name:
+                weight.data += torch.randn(weight.shape) * NOISE
+            if "gemma" in kind:
+                _let_layers_speak(name, weight)
+    model.config.architectures = [architecture]
+    model.to(torch.float32).save_pretrained(folder)
+    _tokenizer(VOCABULARY, CONTEXT).save_pretrained(folder)
+    return folder
+
+
+def dtype(architecture: str) -> str:
+    return "bfloat16" if architecture.startswith(ROUNDED) else "float32"
+
+
+def _small(config: type[Any], sizes: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for a class of configs: the sizes that the config has, for parts of the config too, and `more`."""
+    default = config()
+    given = {name: size for name, size in sizes.items() if hasattr(default, name)}
+    for name in config.sub_configs:
+        if (part := getattr(default, name, None)) is not None:
+            tower = "vision" in name or "audio" in name
+            small = _small(type(part), TOWER if tower else LANGUAGE, more.get(name, {}))
+            given[name] = small | {"model_type": part.model_type}
+    return given | {name: value for name, value in more.items() if name not in config.sub_configs}
