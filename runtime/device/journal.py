@@ -20,6 +20,7 @@ from runtime.core.device.instance import Instance
 from runtime.core.device.request import ModelKey, RequestId
 from runtime.core.engine import Held, Output
 from runtime.core.ledgers.costs import ModelCosts
+from store.contract.kv_curve import KeptLayers
 from store.contract.wire import EngineSpec, Finish
 from store.files.records import BYTES_MOST, RecordFile, records
 
@@ -50,11 +51,29 @@ class DecideRecord(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
     now: float
 
 
+# Types of the fields of ModelCosts that are no numbers.
+_STRUCTURED: dict[str, Any] = {
+    "kv_layers": tuple[KeptLayers, ...],
+    "step_s_of_windows": tuple[tuple[int, float], ...],
+}
+
+
 class CostsRecord(msgspec.Struct, frozen=True, array_like=True, tag="costed"):
     """The costs of a model, as told to the machine between a question and the answer."""
 
     model: ModelKey
-    costs: dict[str, int | float]  # the fields of ModelCosts, unchecked, as the machine took the fields
+    costs: dict[str, Any]  # the fields of ModelCosts that are set, unchecked, as the machine took the fields
+
+    @classmethod
+    def of(cls, model: ModelKey, costs: ModelCosts) -> CostsRecord:
+        return cls(model, {name: value for name, value in asdict(costs).items() if value is not msgspec.UNSET})
+
+    def told(self) -> ModelCosts:
+        """The costs as the machine took them."""
+        structured = {name: kind for name, kind in _STRUCTURED.items() if name in self.costs}
+        return ModelCosts(
+            **self.costs | {name: msgspec.convert(self.costs[name], kind) for name, kind in structured.items()}
+        )
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
@@ -83,7 +102,7 @@ class DecisionJournal:
 
         def noted(spec: EngineSpec) -> ModelCosts:
             told = costs(spec)
-            self.write(CostsRecord(ModelKey(spec.key), asdict(told)))
+            self.write(CostsRecord.of(ModelKey(spec.key), told))
             return told
 
         return noted

@@ -98,9 +98,9 @@ def compare(journal: Iterable[Record], policies: Mapping[str, Callable[[], Turns
                 runs, machine, question = runs + 1, _Machine(record, policies), None
             case EventRecord() | DecideRecord():
                 question = record
-            case CostsRecord(model, costs):
+            case CostsRecord(model):
                 assert machine is not None
-                machine.costs[model] = ModelCosts(**costs)  # type: ignore[arg-type]  # of what they are
+                machine.costs[model] = record.told()
             case AnswerRecord(effects):
                 assert machine is not None
                 if question is None:

@@ -36,6 +36,7 @@ from runtime.core.turns.turn import RoundRobin, Turns
 from runtime.device.journal import (
     AnswerRecord,
     BeginRecord,
+    CostsRecord,
     DecideRecord,
     DecisionJournal,
     EventRecord,
@@ -45,6 +46,7 @@ from runtime.device.journal import (
     read,
 )
 from runtime.sim.replay import NO_ANSWER, ReplayReport, compare, replay
+from store.contract.kv_curve import KeptLayers, LayerKind
 from store.contract.wire import EngineSpec
 from store.files.records import appended
 from tests.conftest import ROOT, NatsServer
@@ -458,3 +460,16 @@ def test_a_journal_is_kept_in_a_folder_that_is_there(tmp_path: Path) -> None:
     RuntimeSettings(journal=tmp_path).check()
     with pytest.raises(ValueError, match="STACCATO_JOURNAL=.*nowhere is no folder to write into"):
         RuntimeSettings(journal=tmp_path / "nowhere").check()
+
+
+def test_costs_of_a_model_with_windows_are_the_same_in_the_journal(tmp_path: Path) -> None:
+    plain = ModelCosts(10**9, 1024, 0.02, 0.001, 1e-7, 0.03, 1e-4, 1e-9, 1.0, 0.01, 1e-9)
+    layers = (KeptLayers(LayerKind.WINDOW, 5, 512, reach=1024), KeptLayers(LayerKind.FULL, 1, 512))
+    windowed = replace(plain, kv_layers=layers, step_s_of_windows=((1024, 1e-8),))
+    with (tmp_path / "journal").open("wb") as file:
+        journal = DecisionJournal(file, BeginRecord("slack", 8, 1 << 20))
+        for costs in (plain, windowed):
+            journal.write(CostsRecord.of(ModelKey("a"), costs))
+    with (tmp_path / "journal").open("rb") as file:
+        told = [record.told() for record in read(file) if isinstance(record, CostsRecord)]
+    assert told == [plain, windowed] and told[1].kv == windowed.kv
