@@ -53,5 +53,5 @@ async def _keep(orders: int) -> None:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        log.warning("node.fork_server_ended", code=code)
+        log.warning("node.fork_server_ended", reason=f"exit code {code}")
         await asyncio.sleep(PAUSE_S)
