@@ -46,7 +46,7 @@ async def _output_tokens(database: Database) -> int:
 
 
 async def _until(found: Callable[[], Awaitable[int]], wanted: int) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while (seen := await found()) != wanted:
         assert time.monotonic() < deadline, f"{seen}, not {wanted}"
         await asyncio.sleep(0.05)
