@@ -15,11 +15,11 @@ from pathlib import Path
 
 DESCRIBED_IN = "_meta_registrations.py"
 DECLARATION = """\
-import torch as _torch
+from torch import library as _operators
 from torchvision.extension import _has_ops
 
 if not _has_ops():  # added by Staccato's set-up: no library of operators beside a CPU build of torch
-    _declared = _torch.library.Library("torchvision", "FRAGMENT")
+    _declared = _operators.Library("torchvision", "FRAGMENT")
     for _name in ("nms", "qnms"):
         _declared.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 

@@ -152,31 +152,49 @@ class Server:
         data, received, _, _ = socket.recv_fds(self._orders, ORDER_BYTES_MOST, FDS_MOST)
         if not data:
             raise SystemExit(0)
+        if not received:
+            return None  # without a file the server can't answer: the asker hears that the reply's socket is closed
         order = msgspec.json.decode(data, type=ForkOrder)
         reply, files = socket.socket(fileno=received[0]), received[1:]
-        if self._unfit is not None:
-            _say(reply, Unfit(self._unfit))
-            _close(reply, files)
-            return None
-        if _hangs_up(reply):
-            _close(reply, files)
-            return None
+        unfit = self._unfit
+        if unfit is None and len(files) < len(order.fds):
+            unfit = "the fork server has too many open files"
         server = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._leave(order, reply, files, server)
-            return order
-        if order.group:
-            os.setpgid(pid, pid)  # the new process does the same: whoever comes first
-        fork = Fork(pid, os.pidfd_open(pid), reply, order.group)
+        try:
+            if unfit is not None or _hangs_up(reply):
+                _say(reply, Unfit(unfit or "nobody waits for the process"))
+                reply.close()
+            elif (pid := os.fork()) == 0:
+                self._leave(order, reply, files, server)
+                return order
+            else:
+                self._keep(pid, order.group, reply)
+        except OSError as error:  # the processes forked before must not end with an order that fails
+            if os.getpid() != server:
+                raise
+            _say(reply, Unfit(f"the fork server cannot fork: {error.strerror}"))
+            reply.close()
         for file in files:
             os.close(file)
-        self._forks[fork.pidfd] = self._forks[reply.fileno()] = fork
-        self._poll.register(fork.pidfd, select.POLLIN)
-        self._poll.register(reply, select.POLLIN)
-        with contextlib.suppress(OSError):
-            socket.send_fds(reply, [ENCODER.encode(Forked(pid))], [fork.pidfd])
         return None
+
+    def _keep(self, pid: int, group: bool, reply: socket.socket) -> None:
+        """Watch over a new process, and tell the asker. Raises OSError if the process can't be watched, and ends it."""
+        try:
+            if group:
+                with contextlib.suppress(OSError):  # the new process does the same: whoever comes first
+                    os.setpgid(pid, pid)
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+        fork = Fork(pid, pidfd, reply, group)
+        self._forks[pidfd] = self._forks[reply.fileno()] = fork
+        self._poll.register(pidfd, select.POLLIN)
+        self._poll.register(reply, select.POLLIN)
+        with contextlib.suppress(OSError):  # the asker is gone, and the poll will say so
+            socket.send_fds(reply, [ENCODER.encode(Forked(pid))], [pidfd])
 
     def _ended(self, fork: Fork) -> None:
         _, status = os.waitpid(fork.pid, 0)
@@ -196,7 +214,9 @@ class Server:
             os.setpgid(0, 0)
         above = max(order.fds, default=2) + 1
         kept = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(above, 3)) for file in files]
-        _close(reply, files)
+        reply.close()
+        for file in files:
+            os.close(file)
         for fork in set(self._forks.values()):
             fork.close()
         self._orders.close()
@@ -214,12 +234,6 @@ class Server:
 def _say(reply: socket.socket, message: Unfit | Ended) -> None:
     with contextlib.suppress(OSError):  # the asker is gone
         reply.send(ENCODER.encode(message))
-
-
-def _close(reply: socket.socket, files: list[int]) -> None:
-    reply.close()
-    for file in files:
-        os.close(file)
 
 
 def _hangs_up(reply: socket.socket) -> bool:

@@ -188,6 +188,29 @@ async def test_a_process_with_two_threads_is_not_forked(server: ForkServerOfTest
         await server.fork("waiting")
 
 
+async def test_a_fork_that_fails_costs_no_other_process(server: ForkServerOfTest) -> None:
+    server.module(
+        "scarce",
+        """
+        import os
+        fork, calls = os.fork, []
+        def scarce():
+            calls.append(None)
+            if len(calls) == 2:
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+            return fork()
+        os.fork = scarce
+        """,
+    )
+    server.start("scarce")
+    first = await server.fork("waiting")
+    await first.line()
+    with pytest.raises(NotForked, match="cannot fork: Resource temporarily unavailable"):
+        await server.fork("waiting")
+    third = await server.fork("waiting")
+    assert await third.line() == "here\n" and first.process.returncode is None
+
+
 async def test_a_server_that_ends_over_an_order_did_not_fork(server: ForkServerOfTest) -> None:
     server.module("deadly", "import os; os.fork = lambda: os._exit(3)")
     server.start("deadly")
