@@ -107,8 +107,6 @@ class Builder:
 
     def __init__(self, pool_bytes: int, host_bytes: int, host_fd: int = -1, helpers: Collection[int] = ()) -> None:
         self.version = check_version()
-        if threads := os.environ.get("OMP_NUM_THREADS"):  # a forked process has found torch loaded with another number
-            torch.set_num_threads(int(threads.split(",")[0]))
         backend = Backend.HOST if current_platform.is_cpu() else Backend.CUDA
         self.device = DevicePool(pool_bytes, backend=backend, helpers=helpers)
         kept = host_bytes // KEPT_PART

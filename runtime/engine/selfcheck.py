@@ -8,6 +8,7 @@ used by the adapter.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,9 +37,11 @@ MOVE_S = 10.0
 
 
 def prepare(build: Builder) -> None:
-    """Make a new device process ready for its first model: the self-check, and a heap of modules that is frozen.
+    """Make a new device process ready for its first model: threads, the self-check, a heap of modules that is frozen.
 
     Raises EngineError."""
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # a forked process has found torch loaded with another number
+        torch.set_num_threads(int(threads.split(",")[0]))
     freeze_heap()
     self_check(build)
     freeze_heap()  # the toy's build has imported further modules

@@ -80,9 +80,14 @@ def chat_with_bare_vllm(folders: Mapping[str, Path], chats: Sequence[Any], most:
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:
-    """Have a process of its own do a job. Returns what the process said."""
+    """Have a process of its own do a job, with as many threads as this process: sums in 16 bits depend on the number.
+
+    Returns what the process said."""
     command = [sys.executable, "-m", "tests.runtime.bare"]
-    ran = subprocess.run(command, cwd=ROOT, input=json.dumps(job), capture_output=True, text=True, timeout=280)
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, input=json.dumps(job), capture_output=True, text=True, timeout=280
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     said: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return said

@@ -158,12 +158,13 @@ async def test_a_template_without_an_end_harms_its_own_chats_alone(
         made(await acme.post("/v1/chat/completions", json=CHAT, headers=globex), 200)
         began = time.monotonic()
         bad = [asyncio.create_task(acme.post("/v1/chat/completions", json=CHAT)) for _ in range(4)]
-        longest_s = 0.0
+        answered = 0
         while not all(task.done() for task in bad):
-            asked_at = time.monotonic()
             made(await acme.post("/v1/chat/completions", json=CHAT, headers=globex), 200)
-            longest_s = max(longest_s, time.monotonic() - asked_at)
-        assert time.monotonic() - began < 15 and longest_s < 2
+            answered += 1
+        took_s = time.monotonic() - began
+        assert took_s < 15
+        assert answered >= 2 * (took_s - 1), "globex waits for templates of acme, each of which takes 3 s"
         first, *others = (task.result() for task in bad)
         assert first.status_code == 400 and why in first.text, first.text
         assert all(why in answer.text or "come again" in answer.text for answer in others)
