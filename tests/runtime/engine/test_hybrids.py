@@ -209,7 +209,7 @@ def test_windows_give_back_the_blocks_behind(hybrids: Hybrids, tmp_path: Path, n
     """`kib`: memory of a request of 4,097 tokens. A window holds two blocks."""
     asked = spec(write_hybrid(tmp_path, name, context=8192), max_model_len=4608)
     engine = hybrids.builds[0].build(asked, **settings(name) | {"max_num_batched_tokens": 512})
-    awake(engine, 16)
+    awake(engine, 8)
     engine.add(RequestId("long"), payload(WORDS.choices(range(3, 500), k=4096), temperature=0, max_tokens=9))
     while not any(output.tokens for output in engine.step()):
         engine.grow(max(0, engine.held().kv_wanted - engine.held().kv))
