@@ -35,7 +35,7 @@ from gateway.ops.health import Health
 from gateway.streams.pulse import Pulse
 from gateway.streams.relay import Relay
 from gateway.streams.runtimes import RuntimesView
-from gateway.vllm.front import Deps, Fronts, reasoning_parsers, supported_architectures, tool_parsers
+from gateway.vllm.front import Deps, Fronts, known, reasoning_parsers, tool_parsers
 from store.bus import Bus, BusError, ended
 from store.contract import grants
 from store.db.database import Database, DatabaseError
@@ -81,7 +81,7 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
             Relay(bus, gateway_id, pulse),
             Meter(bus, settings.data / "gateway.journal"),
         )
-        engines = Engines(supported_architectures(), tool_parsers(), reasoning_parsers())
+        engines = Engines(known(), tool_parsers(), reasoning_parsers())
         metrics, recent = Metrics(fleet, meter, lambda: relay.false_losses), Recent()
         control = ControlPlane(database, auth, fleet, engines, Sources.of(settings), metrics, recent)
         quotas = Quotas(bus, database, gateway_id)

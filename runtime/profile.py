@@ -31,6 +31,7 @@ from runtime.core.ledgers.costs import Fit, Law, ModelCosts, ModelSize, Profile,
 from runtime.memory.native import LibraryMissing, PoolError
 from store.contract.wire import EngineSpec
 from store.files import artefact
+from store.files.architectures import Known
 from store.files.model_config import Config
 from store.settings import read
 from store.telemetry import observe
@@ -456,7 +457,7 @@ def model_folders(paths: Iterable[Path]) -> list[Path]:
 def spec_of(folder: Path) -> EngineSpec:
     """Spec of the model in `folder` as for a deployment, with the longest context of the model."""
     architecture = msgspec.json.decode((folder / "config.json").read_bytes(), type=Config).architectures[:1]
-    found = artefact.inspect(folder, frozenset(architecture))
+    found = artefact.inspect(folder, Known(frozenset(architecture)))
     return EngineSpec(
         key=folder.name,
         path=str(folder),

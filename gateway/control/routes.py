@@ -41,13 +41,14 @@ from gateway.inference.recent import Recent
 from gateway.streams.runtimes import RuntimesView
 from store.db.database import Database
 from store.db.operators import SCOPES
+from store.files.architectures import Known
 
 
 @dataclass(frozen=True)
 class Engines:
     """Names known to the vLLM of this version."""
 
-    architectures: frozenset[str]
+    known: Known
     tool_parsers: frozenset[str]
     reasoning_parsers: frozenset[str]
 
@@ -70,7 +71,7 @@ class ControlPlane:
         self._exports = Exports(database)
         self.rollout = Rollout(database, fleet, auth)
         self.feed = Feed(database, fleet)
-        self._imports = Imports(database, engines.architectures, sources)
+        self._imports = Imports(database, engines.known, sources)
         self._serving = Serving(fleet, self.rollout, engines.tool_parsers, engines.reasoning_parsers)
 
     @contextlib.asynccontextmanager

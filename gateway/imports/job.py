@@ -18,6 +18,7 @@ import structlog
 from gateway.imports.listing import Listed, Listing
 from gateway.imports.sources import FILES_MOST, Hub, ObjectPrefix, Sources, listing
 from store.files import artefact
+from store.files.architectures import Known
 from store.files.artefact import Artefact, ArtefactRefused
 from store.files.blobs import Blobs, Lost
 
@@ -123,7 +124,7 @@ class Job:
     sources: Sources
     blobs: Blobs
     room: ImportSpace
-    architectures: frozenset[str]
+    known: Known
     reserve: Callable[[int], None]
     keep: Callable[[str], None]
     patience_s: float = PATIENCE_S
@@ -169,14 +170,14 @@ class Job:
         self._take(small)
         files = {file.name: self._fetched(door, file) for file in small}
         with self.blobs.draft(files) as folder:
-            shards = artefact.settings(folder, self.architectures)
+            shards = artefact.settings(folder, self.known)
         weights = weights if shards is None else _shards(shards, weights)
         self._plan([*small, *weights])
         self._take([*small, *weights])
         for file in weights:
             files[file.name] = self._fetched(door, file)
         path = self.blobs.assemble(files)
-        found = artefact.inspect(path, self.architectures, progress=self._inspecting)
+        found = artefact.inspect(path, self.known, progress=self._inspecting)
         if wrong := [read for read in found.files if files[read.name] != read.sha256]:
             for read in wrong:
                 self.blobs.drop(files[read.name])

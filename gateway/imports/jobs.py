@@ -26,6 +26,7 @@ from store.contract.deployments import Progress
 from store.db import audit, models, tenants
 from store.db.database import Database, DatabaseError, now_us
 from store.db.models import NoRoom, StoredModel
+from store.files.architectures import Known
 from store.files.artefact import Artefact, ArtefactRefused, inspect
 from store.files.blobs import Blobs
 
@@ -49,13 +50,13 @@ class Imports:
     def __init__(
         self,
         database: Database,
-        architectures: frozenset[str],
+        known: Known,
         sources: Sources,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.sources = sources
         self.roots = tuple(root.resolve() for root in sources.roots)
-        self._database, self._architectures, self._patience_s = database, architectures, patience_s
+        self._database, self._known, self._patience_s = database, known, patience_s
         self._blobs = Blobs(sources.folder)
         self._room = ImportSpace(self._blobs, sources.bytes_most)
         self._progress: dict[str, Progress] = {}  # progress of folders, lost when the gateway ends
@@ -134,7 +135,7 @@ class Imports:
 
         try:
             roots = self.roots if model.tenant_id else ANYWHERE
-            return inspect(Path(model.path), self._architectures, roots, progress)
+            return inspect(Path(model.path), self._known, roots, progress)
         except ArtefactRefused as refused:
             return refused
 
@@ -161,7 +162,7 @@ class Imports:
             self.sources,
             self._blobs,
             self._room,
-            self._architectures,
+            self._known,
             reserve,
             keep,
             self._patience_s,

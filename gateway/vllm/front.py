@@ -25,6 +25,7 @@ from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import chat_template_utils
 from vllm import ModelRegistry, SamplingParams
 from vllm.config import VllmConfig
@@ -46,6 +47,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.renderers import hf, renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
+from vllm.transformers_utils.config import _CONFIG_REGISTRY
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -70,6 +72,7 @@ from gateway.vllm.threads import TenantThreads, TooManyWaiting
 from store.bus import TooLarge
 from store.contract import wire
 from store.contract.wire import Delta, EngineSpec
+from store.files.architectures import Known
 
 FRONTS_MOST = 64
 INLINE_MOST = 1 << 62  # bytes: arrays stay inside the single buffer sent over the bus
@@ -83,9 +86,9 @@ AnthropicServingMessages._detect_merge_inline_system = staticmethod(templates.sy
 hf._CONTENT_FORMATS_MAXSIZE = 4 * FRONTS_MOST
 
 
-def supported_architectures() -> frozenset[str]:
-    """Architectures that vLLM can serve, by the names in a model's config.json."""
-    return frozenset(ModelRegistry.get_supported_archs())
+def known() -> Known:
+    """Architectures that vLLM can serve, and model types whose config.json vLLM or transformers can read."""
+    return Known(frozenset(ModelRegistry.get_supported_archs()), frozenset([*CONFIG_MAPPING, *_CONFIG_REGISTRY]))
 
 
 def tool_parsers() -> frozenset[str]:

@@ -47,6 +47,7 @@ from runtime.memory.native import MIXED, Backend, DevicePool, PageState
 from store.contract.views import Content, PageRun
 from store.contract.wire import EngineSpec
 from store.files import artefact
+from store.files.architectures import Known
 
 # vLLM inspects a new architecture in a separate process, taking seconds, lest CUDA begin too early in the caller. Here
 # CUDA may begin: this process builds the model next. vLLM keeps the findings for the gateway's front.
@@ -299,7 +300,7 @@ def _check_files(spec: EngineSpec) -> None:
     If changed files were built, every runtime that shares the image would get the changed weights."""
     if not spec.digest:
         return
-    found = artefact.inspect(Path(spec.path), frozenset([spec.architecture])).digest
+    found = artefact.inspect(Path(spec.path), Known(frozenset([spec.architecture]))).digest
     if found != spec.digest:
         raise EngineError(
             f"the files in {spec.path} have changed since they were registered (digest {found[:12]}, then "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NoReturn
 
 # Set before vLLM is imported anywhere: vLLM reads the environment once.
 os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
@@ -13,6 +13,7 @@ os.environ["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"] = "8"  # s, waiting for a front'
 CONNECTOR = os.environ["VLLM_MEDIA_CONNECTOR"] = "staccato"  # gateway/vllm/pictures.py: vLLM's own fetches any address
 
 import vllm
+from transformers import dynamic_module_utils
 from vllm.engine.arg_utils import EngineArgs
 
 from runtime.core.engine import EngineError
@@ -22,6 +23,15 @@ RENDER_WAIT_S = int(os.environ["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"])
 # Most media of a prompt, by vLLM's names. The bound of pictures that clients meet first is in gateway/core/extent.py.
 MEDIA_MOST: dict[str, int | dict[str, int]] = {"image": 64, "audio": 0, "video": 0}
 VERSION_LEAST, VERSION_BELOW = (0, 32, 0), (0, 33, 0)
+
+
+def _never(*_: object, **__: object) -> NoReturn:
+    raise EngineError("a model asks for program code of its own, which Staccato never runs")
+
+
+# transformers imports a model's program code with this function alone. `trust_remote_code=False` forbids the import;
+# the replacement holds where a caller forgets the argument.
+dynamic_module_utils.get_class_in_module = _never
 
 
 def check_version() -> str:

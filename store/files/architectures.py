@@ -31,6 +31,15 @@ class Served(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+class Known(msgspec.Struct, frozen=True):
+    """Names in a config.json for which this version's vLLM has code of its own.
+
+    model_types: values of `model_type`, each with a class that reads config.json; None: any value will do."""
+
+    architectures: frozenset[str]
+    model_types: frozenset[str] | None = None
+
+
 class ModelForm(msgspec.Struct, frozen=True):
     """Fields of config.json, or of its text_config, that decide whether an architecture is served in this form."""
 

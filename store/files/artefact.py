@@ -16,7 +16,7 @@ import msgspec
 
 from store.contract.kv_curve import KeptLayers, written_bytes
 from store.files import safetensors
-from store.files.architectures import refusal
+from store.files.architectures import Known, refusal
 from store.files.model_config import Config, TextConfig
 
 CONFIG_MOST = 4 << 20  # bytes of a config file
@@ -111,24 +111,26 @@ class Artefact:
 
 
 def inspect(
-    folder: Path, supported: frozenset[str], roots: tuple[Path, ...] = (Path("/"),), progress: Progress | None = None
+    folder: Path, known: Known, roots: tuple[Path, ...] = (Path("/"),), progress: Progress | None = None
 ) -> Artefact:
-    """Inspect a folder. Reads every byte: call off the event loop. Raises Refused.
+    """Inspect a folder. Reads every byte of the model: call off the event loop. Raises Refused.
 
-    `supported`: architectures that vLLM serves. Links may lead only to files below `roots`."""
+    Other files of the folder are ignored, program code too: no part of the platform runs code of a model.
+
+    `known`: names known to vLLM. Links may lead only to files below `roots`."""
     try:
-        return _Folder(folder, roots).artefact(supported, progress or (lambda done, total: None))
+        return _Folder(folder, roots).artefact(known, progress or (lambda done, total: None))
     except OSError as error:
         raise ArtefactRefused(
             f"{error.filename or folder}: {error.strerror}: make it readable for the platform"
         ) from error
 
 
-def settings(folder: Path, supported: frozenset[str]) -> list[str] | None:
+def settings(folder: Path, known: Known) -> list[str] | None:
     """Check a model before the weights are fetched. Return the weight files named by the index; None without an index.
 
     Raises Refused."""
-    return _Folder(folder, (Path("/"),)).settings(supported)
+    return _Folder(folder, (Path("/"),)).settings(known)
 
 
 # ── config files ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -158,9 +160,8 @@ class _Folder:
         self._roots, self._bounds = roots, self._folder.parents[1] if hub else self._folder
         self._names = sorted(path.name for path in self._folder.iterdir())
 
-    def artefact(self, supported: frozenset[str], progress: Progress) -> Artefact:
-        self._refuse_code()
-        config = self._config(supported)
+    def artefact(self, known: Known, progress: Progress) -> Artefact:
+        config = self._config(known)
         headers = self._weights()
         self._check_tokenizer()
         sizes = config.text_config or config
@@ -189,34 +190,29 @@ class _Folder:
             kv_layers=tuple(kept),
         )
 
-    def settings(self, supported: frozenset[str]) -> list[str] | None:
-        self._refuse_code()
-        self._config(supported)
+    def settings(self, known: Known) -> list[str] | None:
+        self._config(known)
         self._check_tokenizer()
         return self._shards() if INDEX in self._names else None
 
-    def _refuse_code(self) -> None:
-        if code := [name for name in self._names if name.endswith(".py")]:
-            raise ArtefactRefused(
-                f"{code[0]} is program code, which is never run: use a model that vLLM knows by itself"
-            )
-
-    def _config(self, supported: frozenset[str]) -> Config:
+    def _config(self, known: Known) -> Config:
         if "config.json" not in self._names:
             raise ArtefactRefused(f"{self._folder} has no config.json: give the folder that holds the model's files")
         config = self._json("config.json", Config)
-        if config.auto_map is not None:
-            raise ArtefactRefused(
-                "config.json has auto_map, which asks for remote code: use a model that vLLM knows by itself"
-            )
         if not config.architectures:
             raise ArtefactRefused("config.json names no architectures: give the model's original file")
-        if config.architectures[0] not in supported:
+        if config.architectures[0] not in known.architectures:
             raise ArtefactRefused(
                 f"architecture {config.architectures[0]!r} is not one that this version's vLLM serves"
             )
         if why := refusal(config.architectures[0], config.text_config or config):
             raise ArtefactRefused(why)
+        own = known.model_types is None or config.model_type in known.model_types
+        if config.auto_map is not None and not own:
+            raise ArtefactRefused(
+                f"config.json has auto_map, which asks for remote code, and this version's vLLM has no code of its own "
+                f"for model_type {config.model_type!r}: use a model that vLLM knows by itself"
+            )
         return config
 
     def _check_tokenizer(self) -> None:

@@ -28,11 +28,11 @@ from store.contract.wire import Attained, ModelState, Role
 from store.db.database import Database
 from tests.conftest import NatsServer
 from tests.gateway.http.described import Described
-from tests.store.files.folders import SUPPORTED, write_model
+from tests.store.files.folders import KNOWN, write_model
 
 ADMIN_KEY = "sk-st-admin"
 PEPPER = b"pepper"
-ENGINES = Engines(SUPPORTED, frozenset({"hermes"}), frozenset({"qwen3"}))
+ENGINES = Engines(KNOWN, frozenset({"hermes"}), frozenset({"qwen3"}))
 
 
 @dataclass

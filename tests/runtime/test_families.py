@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from store.contract.wire import EngineSpec
-from store.files.architectures import TABLE, Support
+from store.files.architectures import TABLE, Known, Support
 from store.files.artefact import inspect
 from tests.runtime.bare import Tokens, ask_bare_vllm
 from tests.runtime.engine.test_hybrids import MOST, PARKED_EVERY, PROMPTS, answers
@@ -64,7 +64,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @architectures
 def test_what_inspection_accepts_is_built_and_says_what_bare_vllm_says(built: Built, architecture: str) -> None:
-    assert inspect(built.folders[architecture], frozenset(TABLE)).architecture == architecture
+    assert inspect(built.folders[architecture], Known(frozenset(TABLE))).architecture == architecture
     assert TABLE[architecture].text_measured if as_text(architecture) else TABLE[architecture].measured
     engine = built.build.build(built.spec(architecture), **SETTINGS)
     try:
@@ -83,7 +83,7 @@ def test_what_inspection_accepts_is_built_and_says_what_bare_vllm_says(built: Bu
 
 def test_a_language_model_alone_takes_less_memory_by_what_sees(built: Built, tmp_path: Path) -> None:
     folder = write_seeing(tmp_path, "qwen2_5_vl")
-    towers = sum(file.tower_bytes for file in inspect(folder, frozenset(TABLE)).files)
+    towers = sum(file.tower_bytes for file in inspect(folder, Known(frozenset(TABLE))).files)
     sizes, images = [], built.build.images.stats().images
     for alone in (False, True):
         engine = built.build.build(msgspec.structs.replace(spec(folder), language_model_only=alone))

@@ -12,7 +12,7 @@ from runtime.core.device.request import RequestId
 from runtime.engine.builder import Builder
 from runtime.engine.vllm import VllmEngine
 from store.contract.kv_curve import KvBlocks, curve_of
-from store.files.architectures import TABLE
+from store.files.architectures import TABLE, Known
 from store.files.artefact import inspect
 from tests.runtime.engines import asleep, awake, payload, spec
 from tests.runtime.hybrids import HYBRIDS, dtype, settings, write_hybrid
@@ -58,7 +58,7 @@ def held_by(engine: VllmEngine, tokens: int) -> tuple[int, int]:
 )
 def test_a_plan_counts_the_blocks_that_a_request_holds(build: Builder, tmp_path: Path, name: str) -> None:
     folder = write_hybrid(tmp_path / name, name)
-    found = inspect(folder, frozenset(TABLE))
+    found = inspect(folder, Known(frozenset(TABLE)))
     kept = found.kv_layers_as(dtype(name))
     engine = build.build(msgspec.structs.replace(spec(folder), dtype=dtype(name)), **settings(name))
     try:

@@ -96,6 +96,22 @@ def test_a_canary_gets_its_share_of_the_requests_until_it_is_promoted(platform: 
     platform.until(lambda: booked() == served)
 
 
+def test_program_code_beside_a_model_never_runs(platform: Platform, tmp_path: Path) -> None:
+    folder, ran = tmp_path / "coded", tmp_path / "ran"
+    shutil.copytree(MODELS / "faq", folder)
+    for name in ("configuration_own", "modeling_own"):
+        (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'w')")
+    _edit(folder, auto_map={"AutoConfig": "configuration_own.Config", "AutoModelForCausalLM": "modeling_own.Model"})
+    platform.model("coded", folder)
+    deployment = platform.deploy("globex", "coded")
+    try:
+        response = platform.request("POST", "/v1/chat/completions", CHAT | {"model": "coded"}, platform.keys["globex"])
+        assert response.json()["choices"][0]["message"]["content"] == LESSON.answer
+    finally:
+        platform.request("DELETE", f"/api/v1/deployments/{deployment['id']}")
+    assert not ran.exists()
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -105,12 +121,11 @@ def test_a_canary_gets_its_share_of_the_requests_until_it_is_promoted(platform: 
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
             "pytorch_model.bin is a pickle",
         ),
-        (lambda folder: (folder / "modeling_evil.py").write_text("import os"), "modeling_evil.py"),
         (lambda folder: _edit(folder, architectures=["NoSuchForCausalLM"]), "NoSuchForCausalLM"),
-        (lambda folder: _edit(folder, auto_map={"AutoModel": "modeling_evil.Model"}), "auto_map"),
+        (lambda folder: _edit(folder, model_type="evil", auto_map={"AutoModel": "evil.Model"}), "auto_map"),
         (lambda folder: _truncate(folder / "model.safetensors"), "bytes"),
     ],
-    ids=["no weights", "no tokenizer", "pickle", "code", "architecture", "auto_map", "truncated"],
+    ids=["no weights", "no tokenizer", "pickle", "architecture", "auto_map", "truncated"],
 )
 def test_a_model_folder_that_is_not_one_is_refused_with_the_reason_and_others_go_on(
     platform: Platform, tmp_path: Path, spoil: object, reason: str

@@ -121,7 +121,7 @@ async def test_an_import_that_a_dead_gateway_began_is_ended_by_the_next(plane: P
     model = await plane.model("llama")
     async with plane.database.write() as connection:
         await connection.execute(update(tables.models).values(state="importing", digest=None))
-    imports = Imports(plane.database, ENGINES.architectures, Sources())
+    imports = Imports(plane.database, ENGINES.known, Sources())
     await imports.resume()
 
     async def ready() -> bool:
@@ -140,7 +140,7 @@ async def test_a_gateway_that_stops_does_not_wait_for_a_large_file(plane: Plane)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
-    imports = Imports(plane.database, ENGINES.architectures, Sources())
+    imports = Imports(plane.database, ENGINES.known, Sources())
     async with plane.database.write() as connection:
         model = await models.create(connection, None, "large", str(folder), str(folder), 1)
     imports.start(model)

@@ -155,7 +155,7 @@ async def test_the_next_gateway_goes_on_with_what_a_dead_one_began(
 ) -> None:
     hub.put("acme/tiny", large(tmp_path / "src", 2 << 20))
     hub.slow_s = 0.02
-    before = Imports(plane.database, ENGINES.architectures, sources)
+    before = Imports(plane.database, ENGINES.known, sources)
     async with plane.database.write() as connection:
         model = await models.create(connection, None, "m", SOURCE, "", 1)
     before.start(model)
@@ -169,7 +169,7 @@ async def test_the_next_gateway_goes_on_with_what_a_dead_one_began(
     await before.stop()
     hub.slow_s, asked = 0.0, len(hub.asked)
     hub.revisions["main"] = "c" * 40  # the branch moved meanwhile
-    after = Imports(plane.database, ENGINES.architectures, sources)
+    after = Imports(plane.database, ENGINES.known, sources)
     await after.resume()
     seen = await ended(plane.admin, model.id)
     await after.stop()
@@ -184,12 +184,12 @@ from pathlib import Path
 from gateway.imports.job import ImportSpace, Job
 from gateway.imports.sources import Hub, Sources
 from store.files.blobs import Blobs
-from tests.store.files.folders import SUPPORTED
+from tests.store.files.folders import KNOWN
 
 url, folder = sys.argv[1:]
 sources, blobs = Sources(folder=Path(folder), hf_endpoint=url), Blobs(Path(folder))
 room, hub = ImportSpace(blobs, None), Hub("acme/tiny")
-job = Job("m", hub, None, sources, blobs, room, SUPPORTED, lambda size: None, lambda commit: None)
+job = Job("m", hub, None, sources, blobs, room, KNOWN, lambda size: None, lambda commit: None)
 print(job.run().artefact.digest)
 """
 
@@ -212,7 +212,7 @@ async def test_a_process_that_was_killed_loses_nothing_that_had_come(
     hub.slow_s = 0.0
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
     said, _ = await process.communicate()
-    assert said.decode().strip() == artefact.inspect(tmp_path / "src", ENGINES.architectures).digest
+    assert said.decode().strip() == artefact.inspect(tmp_path / "src", ENGINES.known).digest
     first, second = hub.files_asked("model.safetensors")
     assert first.range is None and int(re.findall(r"\d+", second.range or "")[0]) > 1 << 20
 
@@ -243,7 +243,7 @@ async def test_an_import_is_cancelled_and_taken_up_again_where_it_was(
 async def test_another_gateway_cancels_it_too(plane: Plane, hub: Hub, sources: Sources, tmp_path: Path) -> None:
     hub.put("acme/tiny", large(tmp_path / "src", 8 << 20))
     hub.slow_s = 0.05
-    other = Imports(plane.database, ENGINES.architectures, sources)
+    other = Imports(plane.database, ENGINES.known, sources)
     async with plane.database.write() as connection:
         model = await models.create(connection, None, "m", SOURCE, "", 1)
     other.start(model)

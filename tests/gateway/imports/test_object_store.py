@@ -175,7 +175,7 @@ async def test_bytes_that_are_not_what_the_store_promised_are_refused(
 
     async with plane.database.write() as connection:
         model = await models.create(connection, None, "m", SOURCE, "", 1)
-    imports = Imports(plane.database, ENGINES.architectures, sources)
+    imports = Imports(plane.database, ENGINES.known, sources)
     from gateway.imports import sources as listings
     from gateway.imports.download import Downloader
 
@@ -211,7 +211,7 @@ async def test_what_is_not_there_is_said(plane: Plane, server: int, source: str,
 
 async def test_without_a_network_the_store_is_named_with_the_remedy(plane: Plane, sources: Sources) -> None:
     nobody = replace(sources, s3_endpoint=f"http://127.0.0.1:{free_port()}")
-    imports = Imports(plane.database, ENGINES.architectures, nobody)
+    imports = Imports(plane.database, ENGINES.known, nobody)
     async with plane.database.write() as connection:
         model = await models.create(connection, None, "m", SOURCE, "", 1)
     imports.start(model)

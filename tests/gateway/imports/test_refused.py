@@ -41,7 +41,8 @@ def absolute(files: dict[str, bytes]) -> None:
 
 
 def asks_for_code(files: dict[str, bytes]) -> None:
-    files["config.json"] = json.dumps({**json.loads(files["config.json"]), "auto_map": {"AutoModel": "x.y"}}).encode()
+    asks = {"model_type": "own", "auto_map": {"AutoModel": "x.y"}}
+    files["config.json"] = json.dumps(json.loads(files["config.json"]) | asks).encode()
 
 
 def unknown(files: dict[str, bytes]) -> None:
@@ -101,7 +102,7 @@ async def test_a_wrong_token_is_said_without_showing_it(plane: Plane, hub: Hub, 
 
 async def test_without_a_network_it_is_one_sentence_with_the_remedy(plane: Plane, hub: Hub, sources: Sources) -> None:
     nobody = replace(sources, hf_endpoint=f"http://127.0.0.1:{free_port()}")
-    imports = Imports(plane.database, ENGINES.architectures, nobody)
+    imports = Imports(plane.database, ENGINES.known, nobody)
     async with plane.database.write() as connection:
         model = await models.create(connection, None, "m", SOURCE, "", 1)
     imports.start(model)
@@ -126,7 +127,7 @@ async def test_a_host_that_says_nothing_is_given_up(
     monkeypatch.setattr(download, "SILENCE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         mute = replace(sources, hf_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
-        imports = Imports(plane.database, ENGINES.architectures, mute)
+        imports = Imports(plane.database, ENGINES.known, mute)
         async with plane.database.write() as connection:
             model = await models.create(connection, None, "m", SOURCE, "", 1)
         imports.start(model)
@@ -174,7 +175,7 @@ async def test_a_host_that_the_operator_chose_gets_no_token(
     with hubs.serving(Hub(repos=hub.repos)) as cdn:
         hub.redirects["model.safetensors"] = f"{cdn.url}/cdn/acme/tiny/model.safetensors?signature=1"
         allowed = replace(sources, hf_hosts=(f"127.0.0.1:{cdn.port}",))
-        imports = Imports(plane.database, ENGINES.architectures, allowed)
+        imports = Imports(plane.database, ENGINES.known, allowed)
         async with plane.database.write() as connection:
             model = await models.create(connection, None, "m", SOURCE, "", 1)
         imports.start(model)
@@ -249,7 +250,7 @@ async def test_the_platforms_storage_and_the_disk_are_bounds(
     for bound, said in ((1 << 19, "STACCATO_MODELS_MOST"), (None, "has room for")):
         if bound is None:
             monkeypatch.setattr("store.files.blobs.RESERVE", 1 << 60)
-        imports = Imports(plane.database, ENGINES.architectures, replace(sources, bytes_most=bound))
+        imports = Imports(plane.database, ENGINES.known, replace(sources, bytes_most=bound))
         async with plane.database.write() as connection:
             model = await models.create(connection, None, f"m{bound}", SOURCE, "", 1)
         imports.start(model)

@@ -245,6 +245,19 @@ def test_a_model_that_cannot_be_built_says_why(tmp_path: Path) -> None:
         Builder(POOL_BYTES, HOST_BYTES)(spec(tmp_path))
 
 
+def test_program_code_of_a_model_never_runs_even_if_a_caller_trusts_the_code(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    import runtime.engine.settings  # noqa: F401  (the replacement of the import)
+
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')")
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}')
+    with pytest.raises(EngineError, match="never runs"):
+        AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
+    assert not ran.exists()
+
+
 def test_another_version_of_vllm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from store.files.architectures import Known
+
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 4,
@@ -13,7 +15,10 @@ LLAMA = {
     "hidden_size": 256,
     "max_position_embeddings": 2048,
 }
-SUPPORTED = frozenset({"LlamaForCausalLM", "OPTForCausalLM", "Gemma3ForConditionalGeneration"})
+KNOWN = Known(
+    frozenset({"LlamaForCausalLM", "OPTForCausalLM", "Gemma3ForConditionalGeneration"}),
+    frozenset({"llama", "opt", "gemma3"}),
+)
 
 
 def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int], int]]) -> None:

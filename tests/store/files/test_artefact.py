@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from store.files.architectures import TABLE
+from store.files.architectures import TABLE, Known
 from store.files.artefact import ArtefactRefused, inspect, settings
 from store.files.safetensors import Broken, read_header
-from tests.store.files.folders import LLAMA, SUPPORTED, write_model, write_safetensors
+from tests.store.files.folders import KNOWN, LLAMA, write_model, write_safetensors
 
 INDEX = "model.safetensors.index.json"
 
 
 def test_an_accepted_folder_says_what_it_takes_to_serve_it(tmp_path: Path) -> None:
-    artefact = inspect(write_model(tmp_path), SUPPORTED)
+    artefact = inspect(write_model(tmp_path), KNOWN)
     assert (artefact.architecture, artefact.dtype, artefact.context_tokens) == ("LlamaForCausalLM", "float32", 2048)
     assert artefact.weight_bytes == 136
     assert artefact.kv_bytes_per_token == 2 * 4 * 2 * 32 * 2  # K and V × layers × KV heads × head × 2 B
@@ -29,7 +29,7 @@ def test_an_accepted_folder_says_what_it_takes_to_serve_it(tmp_path: Path) -> No
 
 
 def test_float32_files_weigh_half_unless_served_as_float32(tmp_path: Path) -> None:
-    artefact = inspect(write_model(tmp_path), SUPPORTED)
+    artefact = inspect(write_model(tmp_path), KNOWN)
     assert {d: artefact.weight_bytes_as(d) for d in ("auto", "float16", "float32")} == {
         "auto": 68,
         "float16": 68,
@@ -45,7 +45,7 @@ def test_a_language_model_alone_weighs_less_by_what_sees_and_hears(tmp_path: Pat
         "lm_head.weight": ("F32", [1], 4),
     }
     write_safetensors(tmp_path / "model.safetensors", seeing | language)
-    artefact = inspect(tmp_path, SUPPORTED)
+    artefact = inspect(tmp_path, KNOWN)
     assert {file.name: file.tower_bytes for file in artefact.files if file.tower_bytes} == {"model.safetensors": 40}
     assert [artefact.weight_bytes_as("float32", alone) for alone in (False, True)] == [108, 68]
     assert artefact.weight_bytes_as("auto", True) == 34
@@ -53,21 +53,21 @@ def test_a_language_model_alone_weighs_less_by_what_sees_and_hears(tmp_path: Pat
 
 def test_the_digest_is_of_the_content_and_not_of_the_place(tmp_path: Path) -> None:
     one, same, other = (
-        inspect(write_model(tmp_path / name, seed=seed), SUPPORTED) for name, seed in (("a", ""), ("b", ""), ("c", "x"))
+        inspect(write_model(tmp_path / name, seed=seed), KNOWN) for name, seed in (("a", ""), ("b", ""), ("c", "x"))
     )
     assert one.digest == same.digest != other.digest
 
 
 def test_files_that_nothing_loads_do_not_change_the_digest(tmp_path: Path) -> None:
-    before = inspect(write_model(tmp_path), SUPPORTED).digest
+    before = inspect(write_model(tmp_path), KNOWN).digest
     (tmp_path / "README.md").write_text("hello")
     (tmp_path / "training_args.bin").write_bytes(b"pickle")  # beside safetensors, the file holds no weights
-    assert inspect(tmp_path, SUPPORTED).digest == before
+    assert inspect(tmp_path, KNOWN).digest == before
 
 
 def test_every_byte_is_counted_as_progress(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    artefact = inspect(write_model(tmp_path), SUPPORTED, progress=lambda done, total: seen.append((done, total)))
+    artefact = inspect(write_model(tmp_path), KNOWN, progress=lambda done, total: seen.append((done, total)))
     total = sum(file.size for file in artefact.files)
     assert seen[-1] == (total, total)
 
@@ -137,7 +137,7 @@ def test_every_byte_is_counted_as_progress(tmp_path: Path) -> None:
 def test_families_that_name_their_sizes_differently_are_understood(
     tmp_path: Path, config: dict[str, object], elements: int
 ) -> None:
-    assert inspect(write_model(tmp_path, config), SUPPORTED).kv_bytes_per_token == 2 * elements
+    assert inspect(write_model(tmp_path, config), KNOWN).kv_bytes_per_token == 2 * elements
 
 
 BESIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 6}
@@ -177,7 +177,7 @@ PATTERN = ["sliding_attention", "sliding_attention", "full_attention"]
 def test_layers_keep_what_the_config_says(
     tmp_path: Path, config: dict[str, object], kept: dict[str, tuple[int, int, int]]
 ) -> None:
-    found = inspect(write_model(tmp_path, LLAMA | BESIDE | config), SUPPORTED).kv_layers
+    found = inspect(write_model(tmp_path, LLAMA | BESIDE | config), KNOWN).kv_layers
     expected = [(kind.partition(" ")[0], *sizes) for kind, sizes in kept.items()]
     assert [(each.kind, each.layers, each.bytes, each.reach) for each in found] == expected
 
@@ -185,14 +185,14 @@ def test_layers_keep_what_the_config_says(
 def test_the_tokenizers_limit_bounds_the_context_as_in_vllm(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512}')
-    assert inspect(tmp_path, SUPPORTED).context_tokens == 512
+    assert inspect(tmp_path, KNOWN).context_tokens == 512
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1e30}')
-    assert inspect(tmp_path, SUPPORTED).context_tokens == 2048
+    assert inspect(tmp_path, KNOWN).context_tokens == 2048
 
 
 def test_a_context_that_the_table_of_positions_holds_is_accepted(tmp_path: Path) -> None:
     config = LLAMA | {"rope_parameters": _yarn(512, 4.0)}
-    assert inspect(write_model(tmp_path, config), SUPPORTED).context_tokens == 2048
+    assert inspect(write_model(tmp_path, config), KNOWN).context_tokens == 2048
 
 
 def test_a_snapshot_of_the_hubs_cache_is_accepted(tmp_path: Path) -> None:
@@ -201,16 +201,16 @@ def test_a_snapshot_of_the_hubs_cache_is_accepted(tmp_path: Path) -> None:
     snapshot.mkdir(parents=True)
     for file in (tmp_path / "blobs").iterdir():
         (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
-    assert inspect(snapshot, SUPPORTED).digest == inspect(tmp_path / "blobs", SUPPORTED).digest
+    assert inspect(snapshot, KNOWN).digest == inspect(tmp_path / "blobs", KNOWN).digest
     with pytest.raises(ArtefactRefused, match="leads out of the model's folder"):
-        inspect(snapshot, SUPPORTED, roots=(tmp_path / "snapshots",))
+        inspect(snapshot, KNOWN, roots=(tmp_path / "snapshots",))
 
 
 def test_shards_named_by_an_index_count_and_others_do_not(tmp_path: Path) -> None:
     write_model(tmp_path)
     write_safetensors(tmp_path / "other.safetensors", {"z": ("F32", [1], 4)})
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}))
-    artefact = inspect(tmp_path, SUPPORTED)
+    artefact = inspect(tmp_path, KNOWN)
     assert artefact.weight_bytes == 136
     assert "other.safetensors" not in [file.name for file in artefact.files]
 
@@ -278,9 +278,12 @@ CORPUS: dict[str, tuple[Callable[[Path], object], str]] = {
         "allows 2048 positions, and transformer.wpe.weight has 1024 rows",
     ),
     "positions beyond a layer's": (_config(rope_parameters={"full_attention": _yarn(256, 4)}), "ends after 1024"),
-    "remote code": (_config(auto_map={"AutoModel": "modeling.X"}), "asks for remote code"),
+    "remote code": (
+        _config(model_type="own", auto_map={"AutoModel": "modeling.X"}),
+        "auto_map, which asks for remote code, and .* no code of its own for model_type 'own'",
+    ),
+    "remote code without a type": (_config(auto_map={"AutoModel": "modeling.X"}), "for model_type None"),
     "tokenizer code": (_write("tokenizer_config.json", '{"auto_map": {}}'), "tokenizer_config.json has auto_map"),
-    "program": (_write("modeling_llama.py", "import os"), "modeling_llama.py is program code"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
     "half a tokenizer": (lambda f: (f / "tokenizer.json").rename(f / "vocab.json"), "no tokenizer"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"has no \*.safetensors"),
@@ -320,7 +323,17 @@ def test_what_can_not_be_served_is_refused_with_the_reason(tmp_path: Path, case:
     damage, reason = CORPUS[case]
     damage(write_model(tmp_path))
     with pytest.raises(ArtefactRefused, match=reason):
-        inspect(tmp_path, SUPPORTED)
+        inspect(tmp_path, KNOWN)
+
+
+def test_program_code_beside_a_model_that_vllm_knows_is_ignored(tmp_path: Path) -> None:
+    before = inspect(write_model(tmp_path, LLAMA | {"model_type": "llama"}), KNOWN)
+    (tmp_path / "modeling_llama.py").write_text("raise SystemExit")
+    assert inspect(tmp_path, KNOWN) == before
+    _config(model_type="llama", auto_map={"AutoConfig": "modeling_llama.Config"})(tmp_path)
+    found = inspect(tmp_path, KNOWN)
+    assert (found.architecture, found.weight_bytes) == (before.architecture, before.weight_bytes)
+    assert not [file for file in found.files if file.name.endswith(".py")]
 
 
 NOT_SERVED: dict[str, tuple[dict[str, object], str]] = {
@@ -347,20 +360,20 @@ def test_a_model_that_is_not_served_yet_is_refused_before_a_weight_is_read(tmp_p
     config, reason = NOT_SERVED[case]
     (write_model(tmp_path, LLAMA | config) / "model.safetensors").unlink()
     with pytest.raises(ArtefactRefused, match=reason):
-        settings(tmp_path, frozenset(TABLE))
+        settings(tmp_path, Known(frozenset(TABLE)))
     with pytest.raises(ArtefactRefused, match=reason):
-        inspect(tmp_path, frozenset(TABLE))
+        inspect(tmp_path, Known(frozenset(TABLE)))
 
 
 @pytest.mark.parametrize("kinds", [["attention", "attention"], ["mamba", "attention"]])
 def test_a_hybrid_is_served_with_and_without_layers_that_keep_a_state(tmp_path: Path, kinds: list[str]) -> None:
     config = LLAMA | {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": kinds}
-    assert inspect(write_model(tmp_path, config), frozenset(TABLE)).architecture == "GraniteMoeHybridForCausalLM"
+    assert inspect(write_model(tmp_path, config), Known(frozenset(TABLE))).architecture == "GraniteMoeHybridForCausalLM"
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtefactRefused, match="is not a folder"):
-        inspect(tmp_path / "none", SUPPORTED)
+        inspect(tmp_path / "none", KNOWN)
 
 
 def test_a_file_written_by_the_formats_own_library_is_read(tmp_path: Path) -> None:
