@@ -36,11 +36,12 @@ from gateway.streams.pulse import Pulse
 from gateway.streams.relay import Relay
 from gateway.streams.runtimes import RuntimesView
 from gateway.vllm.front import Deps, Fronts, known, reasoning_parsers, tool_parsers
-from store.bus import Bus, BusError, ended
+from store.bus import Bus, BusError
 from store.contract import grants
 from store.db.database import Database, DatabaseError
 from store.files.records import recorder
 from store.settings import SettingsError
+from store.tasks import ended
 from store.telemetry import observe, signs
 from store.telemetry.tracing import Traces, TracesError, configured
 

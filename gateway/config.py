@@ -85,7 +85,7 @@ class Settings(BaseSettings):
     # Days for which the ledger keeps a request's stage times; 0: keeps none.
     request_days: float = Field(KEPT_DAYS, ge=0)
     journal: Path | None = None  # folder in which gateways and runtimes record their decisions
-    body_limit_bytes: ByteSize = ByteSize(8 << 20)
+    body_limit_bytes: ByteSize = ByteSize(12 << 20)
     # Largest extent of a request; a larger request gets a 400 that names the number:
     answers_max: int = Field(ExtentLimits.answers_max, ge=1)  # sequences: `n` times prompts
     messages_max: int = Field(ExtentLimits.messages_max, ge=1)

@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import nats
 import nats.errors
@@ -31,10 +31,11 @@ from nats.js.kv import KeyValue
 
 from store.contract import grants, wire
 from store.contract.leases import BASE_S
+from store.parts import PART_BYTES, REQUEST_MOST, Joiner, TooManyParts, WrongPart, ask_in_parts
+from store.tasks import ended, within
 
 log = structlog.get_logger()
 
-CANCEL_AGAIN_S = 0.5
 LEASE_TTL_S = 3.0
 QUOTA_TTL_S = 35 * 86_400.0  # longer than a month, the period of a budget
 REQUEST_TIMEOUT_S = 5.0
@@ -78,12 +79,10 @@ class NoAnswer(BusError):
 
 
 class TooLarge(BusError):
-    """Error of a message over the server's max_payload; `size` and `most` in bytes."""
+    """Error of a message over the server's max_payload, or of a request over REQUEST_MOST. Sizes are in bytes."""
 
     def __init__(self, size: int, most: int) -> None:
-        super().__init__(
-            f"the message has {size} bytes, the bus carries {most}: shorten it or raise max_payload of NATS"
-        )
+        super().__init__(f"the message has {size} bytes, the bus carries {most}: shorten it")
         self.size, self.most = size, most
 
 
@@ -111,28 +110,6 @@ class UsageBatch:
             raise BusError(f"{len(self.messages)} usage messages not acknowledged: {error}") from error
 
 
-async def ended(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel the tasks until each has ended: wait_for of Python 3.11, used by nats-py, can swallow a cancellation."""
-    while pending := [task for task in tasks if not task.done()]:
-        for task in pending:
-            task.cancel()
-        await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
-
-
-async def _within(work: Coroutine[Any, Any, T], limit_s: float) -> T:
-    """Return the result of the work.
-
-    Raises TimeoutError after `limit_s` seconds, also where the work swallows a cancellation."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.wait([task], timeout=limit_s)
-    finally:
-        await ended(task)
-    if task.cancelled():
-        raise TimeoutError(f"not done after {limit_s:g} s")
-    return task.result()
-
-
 class Bus:
     """Connection to NATS. Reconnects for ever, and makes streams and buckets again that the server has lost."""
 
@@ -142,6 +119,7 @@ class Bus:
         self._buckets: dict[str, KeyValue] = {}
         self._made: dict[str, datetime | None] = {}  # stream → time of its making, by the server's clock
         self._doubt = asyncio.Event()  # the server may have lost a stream
+        self._joiner = Joiner()
         self._behind = False  # watchers may have missed changes
         self._lost: set[str] = set()  # streams and buckets made again, until the watchers have looked
         self._catch_ups: list[Callable[[frozenset[str]], Awaitable[None]]] = []
@@ -201,7 +179,7 @@ class Bus:
             **_trust(url, authority),
         )
         try:
-            client = await _within(nats.connect(url, **options), CONNECT_TIMEOUT_S)  # the client would try for ever
+            client = await within(nats.connect(url, **options), CONNECT_TIMEOUT_S)  # the client would try for ever
         except (OSError, nats.errors.Error, TimeoutError) as error:
             shown = redacted(url)
             if refused:
@@ -328,13 +306,18 @@ class Bus:
             raise BusError(f"{subject}: not published: {error}") from error
 
     async def request(self, subject: str, message: wire.Message, timeout_s: float = REQUEST_TIMEOUT_S) -> bytes:
-        """Return the answer to a request. Raises NoAnswer (no process listens, or the answer is late), TooLarge,
-        BusError."""
+        """Return the answer to a request. `timeout_s`: the longest wait for the answer; in parts, to each part.
+
+        Raises NoAnswer (no process listens, or an answer is late), TooLarge, BusError."""
         data = wire.encode(message)
-        if len(data) > self.max_payload:
-            raise TooLarge(len(data), self.max_payload)
+        if len(data) > REQUEST_MOST:
+            raise TooLarge(len(data), REQUEST_MOST)
         try:
-            return (await self._client.request(subject, data, timeout=timeout_s)).data
+            if len(data) <= PART_BYTES:
+                return (await self._client.request(subject, data, timeout=timeout_s)).data
+            return await ask_in_parts(
+                lambda part, headers: self._client.request(subject, part, timeout=timeout_s, headers=headers), data
+            )
         except (TimeoutError, nats.errors.NoRespondersError, nats.errors.TimeoutError) as error:
             raise NoAnswer(f"{subject}: no answer within {timeout_s} s") from error
         except nats.errors.Error as error:
@@ -365,12 +348,16 @@ class Bus:
         """Answer requests on `subject` with `responder`. A request that does not decode gets a refusal."""
 
         async def receive(message: Msg) -> None:
+            answer = b""  # to a part that is not the last
             try:
-                answer = await responder(message.data)
-            except wire.WireError as error:
-                answer = wire.Reply(refusal=wire.Refusal.BAD_MESSAGE, reason=str(error))
+                if (data := self._joiner.whole(message.headers, message.data)) is not None:
+                    answer = wire.encode(await responder(data))
+            except (wire.WireError, WrongPart) as error:
+                answer = wire.encode(wire.Reply(refusal=wire.Refusal.BAD_MESSAGE, reason=str(error)))
+            except TooManyParts as error:
+                answer = wire.encode(wire.Reply(refusal=wire.Refusal.BUSY, reason=str(error)))
             if message.reply:
-                await message.respond(wire.encode(answer))
+                await message.respond(answer)
 
         await self._client.subscribe(subject, cb=receive)
 

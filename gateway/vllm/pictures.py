@@ -57,8 +57,8 @@ def too_large(error: TooLarge, pictures: int) -> str:
     if not pictures:
         return str(error)
     return (
-        f"the request has {error.size} bytes with its pictures ({pictures}) prepared for the model, and the bus "
-        f"carries {error.most}: send fewer or smaller pictures, or have the operator raise max_payload of NATS"
+        f"the request has {error.size} bytes with its pictures ({pictures}) prepared for the model, and at most "
+        f"{error.most} are carried: send fewer or smaller pictures"
     )
 
 

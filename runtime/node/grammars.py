@@ -35,8 +35,8 @@ from runtime.core.compile_orders import (
     Order,
 )
 from runtime.core.fair_queue import FairQueue
-from store.bus import ended
 from store.contract.wire import EngineSpec, Finish
+from store.tasks import ended
 from store.telemetry.observe import place_of
 
 log = structlog.get_logger()

@@ -42,12 +42,13 @@ from runtime.node.serving import ModelServing
 from runtime.node.spans import Spans
 from runtime.node.streams import Streams
 from runtime.node.views import Views
-from store.bus import Bus, BusError, ended
+from store.bus import Bus, BusError
 from store.contract import grants, wire
 from store.contract.reports import Report, report_subject
 from store.files.records import recorder
 from store.leases import watch_leases
 from store.settings import read
+from store.tasks import ended
 from store.telemetry import observe, signs, tracing
 
 log = structlog.get_logger()

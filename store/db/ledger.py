@@ -16,12 +16,13 @@ import uvloop
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from store.bus import Bus, BusError, UsageBatch, ended
+from store.bus import Bus, BusError, UsageBatch
 from store.contract import grants
 from store.contract.elapsed import KEPT_DAYS
 from store.db import requests, usage
 from store.db.database import Database, DatabaseError, NotMigrated, now_us
 from store.settings import read
+from store.tasks import ended
 from store.telemetry import observe, signs
 
 log = structlog.get_logger()

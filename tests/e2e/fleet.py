@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 
 from deploy.demo.random_weights import write_random
-from store.bus import Bus, NoAnswer, ended
+from store.bus import Bus, NoAnswer
 from store.contract import grants, wire
+from store.tasks import ended
 from tests.conftest import free_port
 from tests.e2e.conftest import Platform
 

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from store import bus as bus_module
-from store.bus import Bus, BusError, NoAnswer, TooLarge, _within
+from store import parts
+from store.bus import Bus, BusError, NoAnswer, TooLarge
 from store.contract import wire
 from store.contract.quotas import Account
+from store.parts import REQUEST_MOST
+from store.tasks import ended, within
 from tests.conftest import NatsServer, free_port, soon
 
 
@@ -60,14 +63,52 @@ async def test_a_server_without_jetstream_or_with_tiny_messages_is_refused(tmp_p
             bare.kill()
 
 
-async def test_a_message_over_the_servers_limit_is_refused_with_the_numbers(nats_server: NatsServer) -> None:
+async def test_what_is_too_large_is_refused_with_the_numbers(nats_server: NatsServer) -> None:
     async with Bus.connect(nats_server.url, "test") as bus:
-        big = wire.Control(model="m" * (bus.max_payload + 1), op="wake")
         with pytest.raises(TooLarge) as caught:
-            await bus.request("anywhere", big)
+            await bus.publish("anywhere", bytes(bus.max_payload + 1))
         assert caught.value.most == bus.max_payload and str(caught.value.size) in str(caught.value)
-        with pytest.raises(TooLarge):
-            await bus.publish("anywhere", wire.encode(big))
+        with pytest.raises(TooLarge) as caught:
+            await bus.request("anywhere", wire.Control(model="m" * REQUEST_MOST, op="wake"))
+        assert caught.value.most == REQUEST_MOST and str(caught.value.size) in str(caught.value)
+
+
+async def test_a_request_larger_than_a_message_arrives_whole_and_once(nats_server: NatsServer) -> None:
+    heard: list[wire.Control] = []
+
+    async def hear(data: bytes) -> wire.Reply:
+        heard.append(wire.decode(wire.Control, data))
+        return wire.Reply(reason=heard[-1].op)
+
+    async with Bus.connect(nats_server.url, "test") as bus, Bus.connect(nats_server.url, "other") as other:
+        await bus.respond("somewhere", hear)
+        large = [wire.Control(model=str(n) * (bus.max_payload + n), op=f"op {n}") for n in range(4)]
+        small = [wire.Control(model="m", op=f"small {n}") for n in range(20)]
+        asked = [*large, *small]
+        answers = await asyncio.gather(*(other.request("somewhere", control) for control in asked))
+        assert [wire.decode(wire.Reply, answer).reason for answer in answers] == [control.op for control in asked]
+        assert sorted(control.op for control in heard) == sorted(control.op for control in asked)
+        assert {control.op: control.model for control in heard} == {control.op: control.model for control in asked}
+        assert heard[-1].model != "m", "small requests pass between the parts of large requests"
+
+
+async def test_a_large_request_without_a_listener_ends_at_the_first_part(nats_server: NatsServer) -> None:
+    async with Bus.connect(nats_server.url, "test") as bus:
+        with pytest.raises(NoAnswer):
+            await bus.request("nobody", wire.Control(model="m" * (4 << 20), op="wake"))
+
+
+async def test_a_process_without_room_for_a_large_request_says_so(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hear(data: bytes) -> wire.Reply:
+        raise AssertionError("the request is refused before the request is whole")
+
+    monkeypatch.setattr(parts, "JOINED_MOST", 3 << 20)
+    async with Bus.connect(nats_server.url, "test") as bus:
+        await bus.respond("somewhere", hear)
+        answer = wire.decode(wire.Reply, await bus.request("somewhere", wire.Control(model="m" * (4 << 20), op="wake")))
+        assert answer.refusal is wire.Refusal.BUSY and "would be above 3145728" in answer.reason
 
 
 async def test_nobody_there_is_known_at_once(nats_server: NatsServer) -> None:
@@ -190,7 +231,7 @@ def test_a_message_of_another_version_is_refused_by_name() -> None:
 
 
 async def test_a_task_that_swallows_a_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bus_module, "CANCEL_AGAIN_S", 0.1)
+    monkeypatch.setattr("store.tasks.CANCEL_AGAIN_S", 0.1)
 
     async def swallows_one() -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -199,7 +240,7 @@ async def test_a_task_that_swallows_a_cancellation_is_cancelled_again(monkeypatc
 
     tasks = [asyncio.create_task(swallows_one()), asyncio.create_task(asyncio.sleep(60))]
     await asyncio.sleep(0)
-    await asyncio.wait_for(bus_module.ended(*tasks), 5)
+    await asyncio.wait_for(ended(*tasks), 5)
     assert all(task.cancelled() for task in tasks)
 
 
@@ -212,7 +253,7 @@ async def test_a_connection_that_swallows_its_cancellation_is_given_up_in_time()
         await asyncio.sleep(60)
 
     with pytest.raises(TimeoutError):
-        await _within(stubborn(), 0.05)
+        await within(stubborn(), 0.05)
 
 
 async def test_the_server_knows_a_subscription_once_the_connection_has_caught_up(nats_server: NatsServer) -> None:

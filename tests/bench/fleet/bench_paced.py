@@ -64,10 +64,11 @@ from runtime.sim.replay import replay_choices  # noqa: E402
 from runtime.sim.simulation import Simulation  # noqa: E402
 from runtime.sim.workload import RESTART_S, SILENT_S, InjectedFault, Workload, base, prioritised, with_burst  # noqa: E402
 from runtime.sim.world import World, kept_of  # noqa: E402
-from store.bus import Bus, ended  # noqa: E402
+from store.bus import Bus  # noqa: E402
 from store.contract import grants, wire  # noqa: E402
 from store.contract.priorities import Priority  # noqa: E402
 from store.contract.wire import EngineSpec  # noqa: E402
+from store.tasks import ended  # noqa: E402
 from tests.bench.fleet import paced, paced_gateway  # noqa: E402
 from tests.bench.fleet.paced import MachineNoise, devices_of, noise_of, quantile  # noqa: E402
 from tests.bench.fleet.paced_gateway import ChosenRuntime, PacedGatewayResult, PacedTrace, fewest  # noqa: E402

@@ -23,11 +23,23 @@ from tests.runtime.seeing import FAMILIES, about, picture, write_seeing
 
 TOKENS, LONG_TOKENS = 24, 400
 AGAIN_S = 240  # longest wait for a device process that starts again on a busy machine
+
+
+def noise(side: int) -> str:
+    """A picture that no format makes small, as a data: URL."""
+    written = io.BytesIO()
+    Image.frombytes("RGB", (side, side), random.Random(0).randbytes(3 * side * side)).save(written, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+
+
 CHATS = [
     about("What is there?", picture(1)),
     about("And here?", picture(2, (60, 130)), picture(1)),
     about("No picture at all."),
+    about("And in all of these?", *(picture(seed, (112, 112)) for seed in range(8))),  # megabytes, once prepared
+    about("Is it large?", noise(1650)),  # a file of 8 MB
 ]
+MANY = 3  # index of the chat that no message of the bus could carry whole
 pytestmark = pytest.mark.timeout(600)  # the first test starts a platform and builds three models at two runtimes
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -103,20 +115,20 @@ def test_a_picture_is_answered_again_at_every_runtime(
 def test_pictures_are_answered_again_after_their_devices_died(pair: Platform, bare: dict[str, list[Answer]]) -> None:
     with client_of(pair) as client:
         for family in FAMILIES:
-            assert said(client, family, CHATS[0]) == bare[family][0]
+            assert said(client, family, CHATS[MANY]) == bare[family][MANY]
         for device in pair.children("runtime.device"):
             with contextlib.suppress(psutil.NoSuchProcess):
                 device.kill()
         for family in FAMILIES:
-            assert said(client, family, CHATS[0]) == bare[family][0]
+            assert said(client, family, CHATS[MANY]) == bare[family][MANY]
 
 
 @families
 def test_an_answer_about_a_picture_goes_on_at_another_runtime(pair: Platform, family: str) -> None:
     with client_of(pair) as client, ThreadPoolExecutor(1) as aside:
-        expected, busy = said(client, family, CHATS[1], LONG_TOKENS), list[str]()
+        expected, busy = said(client, family, CHATS[MANY], LONG_TOKENS), list[str]()
         while not busy:  # on a busy machine, an answer may end before its runtime is found
-            asked = aside.submit(said, client, family, CHATS[1], LONG_TOKENS)
+            asked = aside.submit(said, client, family, CHATS[MANY], LONG_TOKENS)
             while not asked.done() and not busy:
                 busy = running(pair)
         drain(pair, busy[0], True)
@@ -149,13 +161,6 @@ def test_a_name_chosen_by_a_client_never_shows_another_picture_of_another_tenant
         assert said(ours, "qwen2_5_vl", named(picture(1))) == bare["qwen2_5_vl"][0]
         with pytest.raises(openai.BadRequestError):
             said(ours, "qwen2_5_vl", named(None))
-
-
-def noise(side: int) -> str:
-    """A picture that no format makes small."""
-    written = io.BytesIO()
-    Image.frombytes("RGB", (side, side), random.Random(0).randbytes(3 * side * side)).save(written, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
 
 
 def blank(side: int) -> str:

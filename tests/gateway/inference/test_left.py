@@ -18,13 +18,13 @@ from starlette.types import ASGIApp, Message
 
 from gateway.inference import serving
 from gateway.streams import dispatch, relay
-from store.bus import ended
 from store.contract import wire
 from store.contract.quotas import Account
 from store.contract.wire import Delta, Finish, ModelState, Residency, Spent
 from store.db import usage as bill
 from store.db import verify
 from store.db.database import now_us
+from store.tasks import ended
 from tests.conftest import soon
 from tests.gateway.plane import Plane, made, until
 from tests.gateway.vllm.test_front import FAQ, asked

@@ -19,7 +19,7 @@ from gateway.ops import fleet_keeper
 from gateway.ops.fleet_keeper import FleetAnswer, FleetKeeper, FleetStep, ask, step_to
 from gateway.ops.supervise import DEATHS_MOST, Child, Tier, Tree
 from gateway.ops.troubles import Troubles, known
-from store.bus import ended
+from store.tasks import ended
 from tests.conftest import free_port, soon
 
 NAMES = ("r1", "r2", "r3")

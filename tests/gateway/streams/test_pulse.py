@@ -20,8 +20,9 @@ from gateway.streams.pulse import LATE_S, LOOP_S_MOST, Loop, stopped
 from runtime.config import RuntimeSettings
 from runtime.node.gateways import SILENCE_S
 from runtime.node.runtime import Node
-from store.bus import Bus, ended
+from store.bus import Bus
 from store.contract import wire
+from store.tasks import ended
 from tests.conftest import ROOT, NatsServer, soon
 from tests.gateway.talker import GATEWAY, RUNTIME
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from store.bus import ended
 from store.contract import wire
 from store.contract.wire import Delta, Finish
+from store.tasks import ended
 from tests.gateway.http.test_hostile import CHAT, RESIDENT, deployed
 from tests.gateway.plane import Plane
 from tests.gateway.vllm.test_front import asked, runs_of

@@ -25,4 +25,4 @@ def test_a_request_too_large_for_the_bus_says_how_large_its_pictures_make_it() -
     error = TooLarge(9_000_000, 8_000_000)
     assert too_large(error, 0) == str(error)
     said = too_large(error, 2)
-    assert "9000000 bytes with its pictures (2)" in said and "carries 8000000" in said and "smaller" in said
+    assert "9000000 bytes with its pictures (2)" in said and "at most 8000000" in said and "smaller" in said

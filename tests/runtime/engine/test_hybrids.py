@@ -104,10 +104,15 @@ def question(number: int) -> bytes:
     return payload(PROMPTS[number], f"salt {number}", temperature=0, max_tokens=MOST, ignore_eos=True)
 
 
-def answers(engine: VllmEngine, numbers: list[int], parked_every: int = 0) -> list[list[int]]:
-    """Tokens for the prompts `numbers` in one batch. The engine is parked every `parked_every` steps (0: never)."""
+def answers(engine: VllmEngine, numbers: list[int], parked_every: int = 0, cached: bool = False) -> list[list[int]]:
+    """Tokens for the prompts `numbers` in one batch.
+
+    Args:
+        parked_every: steps after which the engine is parked; 0: never.
+        cached: whether blocks of the same prompts may be used that are left from before."""
     made: dict[str, list[int]] = {str(number): [] for number in numbers}
-    engine._scheduler.reset_prefix_cache()
+    if not cached:
+        engine._scheduler.reset_prefix_cache()
     for number in numbers:
         engine.add(RequestId(str(number)), question(number))
     parked_about(engine, made, parked_every, lambda: scribble(engine.kv.reservation.device))
@@ -133,6 +138,20 @@ def test_a_model_says_what_bare_vllm_says_however_often_it_is_parked(hybrids: Hy
     assert engine._scheduler.recomputed == 0 and engine._scheduler._slabs.taken == 0
     assert hybrids.builds[0].pages_used() == 0
     assert all(len(set(said)) > 5 for said in hybrids.said[name]), "an answer that repeats itself proves nothing"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [*QUICK, "mamba2"])
+def test_a_request_that_is_parked_at_every_step_says_the_same_a_hundred_times(hybrids: Hybrids, name: str) -> None:
+    """Parked in the middle of prompts, too. Every second time the prompt's blocks are cached from the time before."""
+    engine = hybrids.engine(name)
+    awake(engine, 8)
+    for run in range(100):
+        number, cached = run // 2 % len(PROMPTS), run % 2 == 1
+        assert answers(engine, [number], 1, cached) == [hybrids.said[name][number]], f"run {run}"
+    assert engine._scheduler.recomputed == 0
+    asleep(engine)
 
 
 @models

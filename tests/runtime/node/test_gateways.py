@@ -12,9 +12,10 @@ from pydantic import ByteSize
 from runtime.config import RuntimeSettings
 from runtime.node.gateways import SILENCE_S, Gateways
 from runtime.node.runtime import Node
-from store.bus import Bus, ended
+from store.bus import Bus
 from store.contract import wire
 from store.contract.silence import Silence
+from store.tasks import ended
 from tests.conftest import NatsServer
 from tests.runtime.node.test_node import run
 

@@ -15,13 +15,14 @@ from runtime.core.fleet.crash_backoff import PAUSE_S_FIRST
 from runtime.node import parting
 from runtime.node.gateways import SILENCE_S
 from runtime.node.runtime import Node
-from store.bus import Bus, ended
+from store.bus import Bus
 from store.contract import grants, wire
 from store.contract.priorities import Priority
 from store.contract.reports import Report, report_subject
 from store.contract.wire import ModelState, Residency, Role
 from store.leases import watch_leases
 from store.settings import SettingsError, read
+from store.tasks import ended
 from tests.conftest import NatsServer, soon
 
 

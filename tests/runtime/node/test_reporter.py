@@ -12,10 +12,11 @@ from runtime import ipc
 from runtime.config import RuntimeSettings
 from runtime.node.own import DrainedBy
 from runtime.node.runtime import Node
-from store.bus import Bus, ended
+from store.bus import Bus
 from store.contract import wire
 from store.contract.reports import Report, report_subject
 from store.contract.wire import Delta, Finish, ModelState, Residency
+from store.tasks import ended
 from tests.conftest import NatsServer, soon
 from tests.runtime.node.test_node import run
 

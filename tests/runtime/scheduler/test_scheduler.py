@@ -16,9 +16,10 @@ from runtime.core.fleet.rebalance import Load
 from runtime.core.fleet.scaling import Band
 from runtime.scheduler import controller as scheduler_module
 from runtime.scheduler.controller import ALL, LeasedFleet, Scheduler
-from store.bus import Bus, ended
+from store.bus import Bus
 from store.contract import wire
 from store.contract.wire import ModelState, Residency
+from store.tasks import ended
 from tests.conftest import NatsServer, soon
 from tests.runtime.world import spec
 
