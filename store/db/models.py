@@ -75,12 +75,16 @@ async def accept(
 ) -> bool:
     """Mark a model as ready, with the artefact found at `path` (None: the path given at creation).
 
+    Other models with the same files get what this version found in the files, too.
+
     Returns False if the import was cancelled or the model deleted."""
     facts = {name: value for name, value in vars(artefact).items() if name not in ("files", "kv_layers")}
     files = json.dumps([_written(file) for file in artefact.files])
     kept = msgspec.json.encode(artefact.kv_layers).decode() if artefact.kv_layers else None
-    row = insert(connection, artefacts).values(**facts, files=files, kv_layers=kept, created_us=now_us)
-    await connection.execute(row.on_conflict_do_nothing())
+    found = facts | {"files": files, "kv_layers": kept}
+    row = insert(connection, artefacts).values(**found, created_us=now_us)
+    # An earlier version found less in the same files: layers that keep windows, weights of towers.
+    await connection.execute(row.on_conflict_do_update(index_elements=[artefacts.c.digest], set_=found))
     moved = {} if path is None else {"path": path}
     return await _finish(connection, id, state="ready", digest=artefact.digest, **moved)
 

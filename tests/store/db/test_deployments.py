@@ -88,6 +88,17 @@ async def test_a_model_inspected_by_an_earlier_version_keeps_every_token(databas
         assert curve.token_bytes == 128
 
 
+async def test_a_model_that_is_registered_again_has_what_this_version_finds_in_its_files(database: Database) -> None:
+    kept = (KeptLayers(LayerKind.STATE, 2, 100, fixed_bytes=60), KeptLayers(LayerKind.FULL, 1, 64))
+    files = (File("model.safetensors", 1100, "00", tower_bytes=400),)
+    async with database.write() as connection:
+        for name, artefact in (("before", ARTEFACT), ("again", replace(ARTEFACT, kv_layers=kept, files=files))):
+            made = await models.create(connection, None, name, "/m", "/m", 1)
+            await models.accept(connection, made.id, artefact, 1)
+        listed = [await models.find(connection, None, name) for name in ("before", "again")]
+    assert [model and model.artefact for model in listed] == [replace(ARTEFACT, kv_layers=kept, files=files)] * 2
+
+
 def _seeing(architecture: str) -> StoredModel:
     file = File("model.safetensors", 1100, "00", tower_bytes=400)
     return replace(MODEL, artefact=replace(ARTEFACT, architecture=architecture, files=(file,)))
