@@ -32,7 +32,6 @@ from vllm.config import VllmConfig
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.api_router import init_generate_state
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.api_router import attach_router as attach_chat
 from vllm.entrypoints.openai.completion.api_router import attach_router as attach_completions
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -56,6 +55,11 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser  # vLLM 0.33
+except ImportError:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser  # vLLM 0.32
 
 from gateway.core.objectives import label
 from gateway.http.errors import Problem, openai_response, rate_limited

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_kv_cache_groups
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -34,6 +34,11 @@ from vllm.v1.kv_cache_interface import (
 
 from runtime.core.engine import EngineError
 from store.contract.kv_curve import BlockTable, LayerKind
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_groups  # vLLM 0.33
+except ImportError:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups  # vLLM 0.32
 
 KINDS: dict[type[KVCacheSpec], LayerKind] = {  # exact types: a subclass may keep its blocks otherwise
     FullAttentionSpec: LayerKind.FULL,

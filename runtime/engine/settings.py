@@ -22,7 +22,7 @@ from store.contract.wire import EngineSpec
 RENDER_WAIT_S = int(os.environ["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"])
 # Most media of a prompt, by vLLM's names. The bound of pictures that clients meet first is in gateway/core/extent.py.
 MEDIA_MOST: dict[str, int | dict[str, int]] = {"image": 64, "audio": 0, "video": 0}
-VERSION_LEAST, VERSION_BELOW = (0, 32, 0), (0, 33, 0)
+VERSION_LEAST, VERSION_BELOW = (0, 32, 0), (0, 34, 0)
 
 
 def _never(*_: object, **__: object) -> NoReturn:

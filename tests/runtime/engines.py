@@ -38,11 +38,14 @@ def payload(prompt: Sequence[int], salt: str = "", **sampling: object) -> bytes:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackEncoder
 
+    chosen = SamplingParams(**sampling)  # type: ignore[arg-type]
+    if chosen.structured_outputs is not None:
+        chosen.structured_outputs._backend = "xgrammar"  # as vLLM's front half chooses
     request = EngineCoreRequest(
         request_id="",
         prompt_token_ids=list(prompt),
         mm_features=None,
-        sampling_params=SamplingParams(**sampling),  # type: ignore[arg-type]
+        sampling_params=chosen,
         pooling_params=None,
         arrival_time=0.0,
         lora_request=None,
