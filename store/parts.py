@@ -102,9 +102,7 @@ class Joiner:
         if not 0 < size <= REQUEST_MOST:
             raise WrongPart(f"a request in parts has {size} bytes, at most {REQUEST_MOST} are taken")
         if (held := self.held_bytes) + size > JOINED_MOST:
-            raise TooManyParts(
-                f"requests with {held} bytes are coming in, and {size} more would be above {JOINED_MOST}"
-            )
+            raise TooManyParts(f"{held} bytes of requests are coming in, and {size} more would be above {JOINED_MOST}")
         return _Unfinished(size, now)
 
     def _forget_stale(self, now: float) -> None:

@@ -1,8 +1,8 @@
 """Runs tests under a release of vLLM that has no build for CPUs yet: `python -m tests.next_vllm 0.33.0 -- PYTEST...`.
 
 The release's Python code is taken from its build for CUDA, and the kernels from the installed build for CPUs. Kernels
-change more slowly than Python code: with 0.33.0 over the kernels of 0.32.0, the tests of engines and of the gateway's
-front run as under a whole release. What the release changed in the kernels stays untested.
+change more slowly than Python code: release 0.33.0 passed the tests of engines over the kernels of 0.32.0. The release's
+own kernels stay untested.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def install(release: str) -> Path:
 
 
 def _call_for_cpus(folder: Path, release: str) -> None:
-    """Add `+cpu` to the version of the release in `folder`: by the version, vLLM knows a build for CPUs."""
+    """Add `+cpu` to the version of the release in `folder`: vLLM knows a build for CPUs by the version."""
     about = folder / f"vllm-{release}.dist-info"
     facts = about / "METADATA"
     facts.write_text(
