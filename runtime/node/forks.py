@@ -40,18 +40,26 @@ async def with_fork_server(settings: RuntimeSettings) -> AsyncIterator[RuntimeSe
 async def _keep(orders: int) -> None:
     """Keep a fork server running until cancelled. Orders wait in the socket `orders` while no server runs."""
     while True:
-        process = await asyncio.create_subprocess_exec(
-            *client.server_command(orders),
-            env=os.environ | client.VARIABLES,
-            stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=[orders],
-            process_group=0,  # Ctrl-C reaches only the node, which ends its device in order
-        )
         try:
-            code = await process.wait()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        log.warning("node.fork_server_ended", reason=f"exit code {code}")
+            reason = f"exit code {await _run(orders)}"
+        except OSError as error:
+            reason = f"not started: {error.strerror}"
+        log.warning("node.fork_server_ended", reason=reason)
         await asyncio.sleep(PAUSE_S)
+
+
+async def _run(orders: int) -> int:
+    """Run a fork server until the server ends, and return the exit code. Raises OSError if the server can't start."""
+    process = await asyncio.create_subprocess_exec(
+        *client.server_command(orders),
+        env=os.environ | client.VARIABLES,
+        stdin=asyncio.subprocess.DEVNULL,
+        pass_fds=[orders],
+        start_new_session=True,  # Ctrl-C reaches only the node, which ends its device in order
+    )
+    try:
+        return await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
