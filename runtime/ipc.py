@@ -248,7 +248,8 @@ class DeviceEnd:
             end = start + _LENGTH.size + length
             if len(self._in) < end:
                 break
-            messages.append(_to_device.decode(memoryview(self._in)[start + _LENGTH.size : end].tobytes()))
+            with memoryview(self._in) as whole, whole[start + _LENGTH.size : end] as message:
+                messages.append(_to_device.decode(message))
             start = end
         if start:
             del self._in[:start]

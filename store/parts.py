@@ -14,8 +14,8 @@ from typing import Protocol
 
 HEADER = "Staccato-Part"  # of a part: the request's id, the place of the part's first byte, the request's size in bytes
 PART_BYTES = 1 << 20  # a part's size
-REQUEST_MOST = 64 << 20  # bytes of a request
-JOINED_MOST = 256 << 20  # bytes of requests whose parts have not all come, in a process
+REQUEST_MOST = 16 << 20  # bytes of a request: each process on the way copies the request at once, 1 ms a MiB and more
+JOINED_MOST = 128 << 20  # bytes of requests whose parts have not all come, in a process
 STALE_S = 10.0  # without a further part, a request is forgotten
 
 
@@ -54,7 +54,12 @@ async def ask_in_parts(ask: Callable[[bytes, dict[str, str]], Awaitable[Answered
 class _Unfinished:
     size: int
     heard_at: float
-    data: bytearray = field(default_factory=bytearray)
+    parts: list[bytes] = field(default_factory=list)
+
+    @property
+    def come(self) -> int:
+        """Bytes of the parts that have come."""
+        return sum(map(len, self.parts))
 
 
 class Joiner:
@@ -87,12 +92,12 @@ class Joiner:
         request = self._unfinished.pop(id, None)
         if request is None:
             request = self._begin(start, size, now)
-        if start != len(request.data) or size != request.size or start + len(data) > size or not data:
-            raise WrongPart(f"a part of {len(data)} bytes at {start} of {size} follows {len(request.data)} bytes")
-        request.data += data
+        if start != request.come or size != request.size or start + len(data) > size or not data:
+            raise WrongPart(f"a part of {len(data)} bytes at {start} of {size} follows {request.come} bytes")
+        request.parts.append(data)
         request.heard_at = now
-        if len(request.data) == size:
-            return bytes(request.data)
+        if start + len(data) == size:
+            return b"".join(request.parts)
         self._unfinished[id] = request
         return None
 
