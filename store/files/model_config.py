@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from store.contract.kv_curve import KeptLayers, LayerKind
 from store.files.architectures import ModelForm
 
@@ -225,10 +227,24 @@ class TextConfig(StateConfig, frozen=True):
         return KeptLayers(LayerKind.STATE, layers, size, fixed_bytes=fixed)
 
 
+class ThinkerConfig(msgspec.Struct, frozen=True):
+    """The part of a Qwen-Omni that answers in text; the other parts speak."""
+
+    text_config: TextConfig | None = None
+
+
 class Config(TextConfig, frozen=True):
     architectures: list[str] = []
     auto_map: Any = None
     text_config: TextConfig | None = None
+    language_config: TextConfig | None = None
+    llm_config: TextConfig | None = None
+    thinker_config: ThinkerConfig | None = None
+
+    def inner(self) -> TextConfig | None:
+        """Return the language model's own config; None if the sizes stand in the config itself."""
+        thinker = self.thinker_config.text_config if self.thinker_config else None
+        return self.text_config or thinker or self.language_config or self.llm_config
 
 
 def _whole(*values: Any) -> int:
