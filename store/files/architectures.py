@@ -168,7 +168,7 @@ Step1ForCausalLM StepVLForConditionalGeneration TeleChat2ForCausalLM TeleChat3Fo
     PREFIX: "HrmTextForCausalLM",
     DIFFUSION: "DiffusionGemmaForBlockDiffusion",
     LACKING: "KananaVForConditionalGeneration MiDashengLMModel",
-    UNLOADED: "DbrxForCausalLM MiniMaxM2ForCausalLM",
+    UNLOADED: "DbrxForCausalLM",
     INSIDE: """
 TransformersEmbeddingModel TransformersForCausalLM TransformersForSequenceClassification TransformersMoEEmbeddingModel
 TransformersMoEForCausalLM TransformersMoEForSequenceClassification TransformersMultiModalEmbeddingModel

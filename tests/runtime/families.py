@@ -107,6 +107,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by architecture: transfor
     ),
     "GraniteMoeSWAForCausalLM": ("granitemoe_swa", {}),
     "MellumForCausalLM": ("mellum", {}),
+    # Published models route by sigmoid with a bias, which kernels for CPUs lack.
+    "MiniMaxM2ForCausalLM": (
+        "minimax_m2",
+        {"rotary_dim": 16, "scoring_func": "softmax", "use_routing_bias": True},
+    ),
     "MiMoV2FlashForCausalLM": (
         "mimo_v2_flash",
         {
@@ -153,7 +158,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by architecture: transfor
         "qwen2_5_omni",
         {"enable_audio_output": False, "thinker_config": {"text_config": MROPE}},
     ),
+    "Qwen2_5OmniModel": (
+        "qwen2_5_omni",
+        {"enable_audio_output": False, "thinker_config": {"text_config": MROPE}},
+    ),
     "Qwen2AudioForConditionalGeneration": ("qwen2_audio", {}),
+    "LlavaNextVideoForConditionalGeneration": ("llava_next_video", {}),
     "CwmForCausalLM": ("cwm", {}),
     "LLaMAForCausalLM": ("llama", {}),
     "GraniteSWAForCausalLM": ("granite_swa", {}),
@@ -173,6 +183,7 @@ PUBLISHED: dict[
 CLASSES = {  # transformers' classes of other names than the architecture
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
+    "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
 }
 ROUNDED = ("Qwen3_5",)  # beginnings of architectures whose kernels for CPUs take 16 bits alone
 
