@@ -69,6 +69,14 @@ TOWER: dict[str, Any] = {
     "output_dim": 128,
 }
 MROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+    "num_kv_shared_layers": 0,
+    "num_experts": None,
+    "enable_moe_block": False,
+}
+CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by architecture: transformers' name, and values of config.json
     # vLLM makes a group of processes for mixtures if the first model of a process is one: mixtures come first.
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", {}),
@@ -158,12 +166,45 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by architecture: transfor
         "qwen2_5_omni",
         {"enable_audio_output": False, "thinker_config": {"text_config": MROPE}},
     ),
+    "Qwen3OmniMoeForConditionalGeneration": (
+        "qwen3_omni_moe",
+        {
+            "enable_audio_output": False,
+            "thinker_config": {
+                "text_config": MROPE | {"tie_word_embeddings": False},
+                "vision_config": {"image_size": 64, "apply_vit_abs_pos_embed": True},
+            },
+        },
+    ),
+    "Gemma4ForConditionalGeneration": (
+        "gemma4",
+        {
+            "vision_config": {},
+            "text_config": GEMMA4
+            | {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": VOCABULARY, "global_head_dim": 64},
+        },
+    ),
+    "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", {"vision_config": {}, "text_config": GEMMA4}),
+    "Lfm2MoeForCausalLM": ("lfm2_moe", {"layer_types": CONVOLUTIONS}),
+    "Lfm2ForCausalLM": ("lfm2", {"block_dim": 128, "conv_dim": 128, "layer_types": CONVOLUTIONS}),
     "Qwen2_5OmniModel": (
         "qwen2_5_omni",
         {"enable_audio_output": False, "thinker_config": {"text_config": MROPE}},
     ),
     "Qwen2AudioForConditionalGeneration": ("qwen2_audio", {}),
+    "AudioFlamingo3ForConditionalGeneration": ("audioflamingo3", {}),
+    "GraniteSpeechForConditionalGeneration": ("granite_speech", {}),
+    "GraniteSpeechPlusForConditionalGeneration": ("granite_speech_plus", {}),
     "LlavaNextVideoForConditionalGeneration": ("llava_next_video", {}),
+    "Blip2ForConditionalGeneration": (
+        "blip-2",
+        {"text_config": {"ffn_dim": 256, "word_embed_proj_dim": 128, "init_std": SPREAD}},
+    ),
+    "Cohere2VisionForConditionalGeneration": (
+        "cohere2_vision",
+        {"text_config": {"tie_word_embeddings": True}, "tie_word_embeddings": True},
+    ),
+    "MuseGlimmerForConditionalGeneration": ("muse_glimmer", {"vision_config": {"output_dim": 256}}),
     "CwmForCausalLM": ("cwm", {}),
     "LLaMAForCausalLM": ("llama", {}),
     "GraniteSWAForCausalLM": ("granite_swa", {}),
@@ -178,14 +219,23 @@ PUBLISHED: dict[
         name,
         weight.transpose(1, 2).contiguous() if ".experts." in name else weight,
     ),
-    "Qwen2AudioForConditionalGeneration": lambda name, weight: (name.replace(".model.model.", ".model."), weight),
+    **dict.fromkeys(
+        (
+            "AudioFlamingo3ForConditionalGeneration",
+            "GraniteSpeechForConditionalGeneration",
+            "GraniteSpeechPlusForConditionalGeneration",
+            "Qwen2AudioForConditionalGeneration",
+        ),
+        lambda name, weight: (name.replace(".model.model.", ".model."), weight),
+    ),
 }
 CLASSES = {  # transformers' classes of other names than the architecture
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
 }
-ROUNDED = ("Qwen3_5",)  # beginnings of architectures whose kernels for CPUs take 16 bits alone
+# Beginnings of architectures whose kernels for CPUs take 16 bits alone, or answer otherwise in a batch than alone.
+ROUNDED = ("Qwen3_5", "Glm4MoeLite", "Lfm2")
 
 
 def write_family(folder: Path, architecture: str, seed: int = 3) -> Path:

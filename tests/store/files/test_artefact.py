@@ -384,6 +384,13 @@ def test_a_hybrid_is_served_with_and_without_layers_that_keep_a_state(tmp_path: 
     assert inspect(write_model(tmp_path, config), Known(frozenset(TABLE))).architecture == "GraniteMoeHybridForCausalLM"
 
 
+def test_a_short_convolution_keeps_the_inputs_that_its_next_step_sees(tmp_path: Path) -> None:
+    kinds = ["conv", "conv", "full_attention", "conv"]
+    config = LLAMA | {"architectures": ["Lfm2ForCausalLM"], "layer_types": kinds, "conv_L_cache": 3}
+    found = inspect(write_model(tmp_path, config), Known(frozenset(TABLE))).kv_layers
+    assert [(each.kind, each.layers, each.bytes) for each in found] == [("state", 3, 2 * 256 * 2), ("full", 1, 256)]
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtefactRefused, match="is not a folder"):
         inspect(tmp_path / "none", KNOWN)
