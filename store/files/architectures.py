@@ -82,12 +82,10 @@ _STATES_MEASURED = """
 FalconH1ForCausalLM GraniteMoeHybridForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Mamba2ForCausalLM
 NemotronHForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Zamba2ForCausalLM
 """
-_LATENT_MEASURED = "DeepseekV2ForCausalLM DeepseekV3ForCausalLM"
+_LATENT_MEASURED = "DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM"
 _TEXT = """
- ChatGLMForConditionalGeneration ChatGLMModel
-
- InklingForCausalLM K2HorizonForCausalLM LagunaForCausalLM
- Rnj1ForCausalLM Step3TextForCausalLM Step3p5ForCausalLM
+ChatGLMForConditionalGeneration ChatGLMModel InklingForCausalLM K2HorizonForCausalLM LagunaForCausalLM Rnj1ForCausalLM
+Step3TextForCausalLM Step3p5ForCausalLM
 """
 _PICTURES_MEASURED = """
 Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration SmolVLMForConditionalGeneration
@@ -122,9 +120,7 @@ AudioFlamingo3ForConditionalGeneration GraniteSpeechForConditionalGeneration Gra
 LlavaNextVideoForConditionalGeneration Qwen2AudioForConditionalGeneration
 """
 _DEAF = """
- FunAudioChatForConditionalGeneration
- Qwen2AudioForConditionalGeneration UltravoxModel
-VoxtralForConditionalGeneration
+FunAudioChatForConditionalGeneration UltravoxModel VoxtralForConditionalGeneration
 """
 _REFUSED = {
     STATE: """
@@ -136,7 +132,8 @@ NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2
 NemotronH_Super_Omni_Reasoning_V3 OlmoHybridForCausalLM Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration
 """,
     LATENT: """
-AXK1ForCausalLM DeepseekVLV2ForCausalLM Glm4MoeLiteForCausalLM KimiK25ForConditionalGeneration
+AXK1ForCausalLM DeepseekVLV2ForCausalLM
+KimiK25ForConditionalGeneration
 KimiVLForConditionalGeneration LongcatFlashForCausalLM LongcatFlashNgramForCausalLM MistralLarge3ForCausalLM
 PanguUltraMoEForCausalLM SarvamMLAForCausalLM
 """,
