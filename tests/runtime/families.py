@@ -215,6 +215,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by architecture: transfor
         "cohere2_vision",
         {"text_config": {"tie_word_embeddings": True}, "tie_word_embeddings": True},
     ),
+    "LightOnOCRForConditionalGeneration": (
+        "lighton_ocr",
+        {
+            "vision_feature_layer": -1,
+            "multimodal_projector_bias": False,
+            "projector_hidden_act": "gelu",
+            "spatial_merge_size": 2,
+        },
+    ),
     "MuseGlimmerForConditionalGeneration": ("muse_glimmer", {"vision_config": {"output_dim": 256}}),
     "CwmForCausalLM": ("cwm", {}),
     "LLaMAForCausalLM": ("llama", {}),
@@ -242,6 +251,7 @@ PUBLISHED: dict[str, Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]] = 
 CLASSES = {  # transformers' classes of other names than the architecture
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
+    "LightOnOCRForConditionalGeneration": "LightOnOcrForConditionalGeneration",
     "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
 }
 # Beginnings of architectures whose kernels for CPUs take 16 bits alone, or answer otherwise in a batch than alone.

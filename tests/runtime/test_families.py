@@ -22,7 +22,7 @@ from tests.runtime.families import FAMILIES, dtype, write_family
 from tests.runtime.seeing import write_seeing
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
-POOL_BYTES, HOST_BYTES = 96 << 20, 768 << 20
+POOL_BYTES, HOST_BYTES = 256 << 20, 1024 << 20
 AT_ONCE = 12  # models that a process of bare vLLM answers for
 QUICK = ("Qwen3_5ForConditionalGeneration", "LlavaForConditionalGeneration")
 SETTINGS = {"max_num_batched_tokens": 128, "max_num_seqs": 8}
