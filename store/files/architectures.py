@@ -60,6 +60,7 @@ ACTIONS = "the model answers with a robot's actions, and Staccato has no endpoin
 DIFFUSION = "the model writes many tokens at a time by diffusion, and Staccato's steps make tokens one after another"
 PREFIX = "each token of a prompt attends to the whole prompt, and Staccato computes long prompts in parts"
 UNLOADED = "this version's vLLM does not load the model as published: wait for another version of vLLM"
+MISTRAL = "vLLM reads the model from Mistral's own params.json alone, which Staccato does not take"
 REMOTE = "the model's config.json can be read with program code alone, which Staccato never runs"
 LACKING = "vLLM's code of the model needs a package (timm or torchaudio) that Staccato's set-up leaves out"
 DEAF = "sound and video are left out"
@@ -99,14 +100,16 @@ LlavaForConditionalGeneration LlavaNextForConditionalGeneration LlavaOnevisionFo
 Mistral3ForConditionalGeneration MuseGlimmerForConditionalGeneration PaddleOCRVLForConditionalGeneration
 PaliGemmaForConditionalGeneration Qwen2VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration
 """
-_PICTURES_STATES_TEXT_MEASURED = "Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration"
+_PICTURES_STATES_TEXT_MEASURED = """
+Lfm2VlForConditionalGeneration Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration
+"""
 _PICTURES = """
 BagelForConditionalGeneration CohereCompassForConditionalGeneration Cosmos3EdgeForConditionalGeneration
 Cosmos3ForConditionalGeneration DeepseekOCR2ForCausalLM DeepseekOCRForCausalLM Emu3ForConditionalGeneration
 Ernie4_5_VLMoeForConditionalGeneration GLM4VForCausalLM Granite4VisionForConditionalGeneration HCXVisionV2ForCausalLM
 HunYuanVLForConditionalGeneration InklingForConditionalGeneration IsaacForConditionalGeneration Moondream3ForCausalLM
-MuseGlimmerForCausalLM Ovis PixtralForConditionalGeneration QianfanOCRForConditionalGeneration
-Step3VLForConditionalGeneration Step3p7ForConditionalGeneration UnlimitedOCRForCausalLM
+MuseGlimmerForCausalLM Ovis QianfanOCRForConditionalGeneration Step3VLForConditionalGeneration
+Step3p7ForConditionalGeneration UnlimitedOCRForCausalLM
 """
 _PICTURES_DEAF_TEXT_MEASURED = """
 Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration Qwen2_5OmniForConditionalGeneration
@@ -120,14 +123,14 @@ AudioFlamingo3ForConditionalGeneration GraniteSpeechForConditionalGeneration Gra
 LlavaNextVideoForConditionalGeneration Qwen2AudioForConditionalGeneration
 """
 _DEAF = """
-FunAudioChatForConditionalGeneration UltravoxModel VoxtralForConditionalGeneration
+FunAudioChatForConditionalGeneration UltravoxModel
 """
 _REFUSED = {
     STATE: """
 BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM BailingMoeV3VLForConditionalGeneration FalconMambaForCausalLM
 Glm5NextForCausalLM Glm5NextForConditionalGeneration InternS2MobiusForConditionalGeneration
 InternS2PreviewForConditionalGeneration JambaForCausalLM KimiK3ForConditionalGeneration KimiLinearForCausalLM
-Lfm2VlForConditionalGeneration MambaForCausalLM MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration
+MambaForCausalLM MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration
 NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2 NemotronH_Omni_Reasoning_V3
 NemotronH_Super_Omni_Reasoning_V3 OlmoHybridForCausalLM Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration
 """,
@@ -161,6 +164,7 @@ Phi4MMForCausalLM Plamo3ForCausalLM RForConditionalGeneration SarvamMoEForCausal
 Step1ForCausalLM StepVLForConditionalGeneration TeleChat2ForCausalLM TeleChat3ForCausalLM TeleFLMForCausalLM
 """,
     ACTIONS: "OpenVLAForActionPrediction",
+    MISTRAL: "PixtralForConditionalGeneration VoxtralForConditionalGeneration",
     PREFIX: "HrmTextForCausalLM",
     DIFFUSION: "DiffusionGemmaForBlockDiffusion",
     LACKING: "KananaVForConditionalGeneration MiDashengLMModel",

@@ -87,6 +87,7 @@ GEMMA4: dict[str, Any] = {
     "enable_moe_block": False,
 }
 CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
+LFM2: dict[str, Any] = {"block_dim": 128, "conv_dim": 128, "layer_types": CONVOLUTIONS}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by architecture: transformers' name, and values of config.json
     # vLLM makes a group of processes for mixtures if the first model of a process is one: mixtures come first.
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", {}),
@@ -197,7 +198,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by architecture: transfor
         },
     ),
     "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", {"vision_config": {}, "text_config": GEMMA4}),
-    "Lfm2ForCausalLM": ("lfm2", {"block_dim": 128, "conv_dim": 128, "layer_types": CONVOLUTIONS}),
+    "Lfm2ForCausalLM": ("lfm2", LFM2),
+    "Lfm2VlForConditionalGeneration": ("lfm2_vl", {"text_config": LFM2}),
     "Qwen2_5OmniModel": (
         "qwen2_5_omni",
         {"enable_audio_output": False, "thinker_config": {"text_config": MROPE}},
