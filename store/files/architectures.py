@@ -58,78 +58,86 @@ SPEECH = "the model writes down speech, and Staccato has no endpoint that takes 
 ENCODER = "an encoder reads the input, and a decoder keeps the encoder's keys and values for each request"
 ACTIONS = "the model answers with a robot's actions, and Staccato has no endpoint for these answers"
 DIFFUSION = "the model writes many tokens at a time by diffusion, and Staccato's steps make tokens one after another"
+PREFIX = "each token of a prompt attends to the whole prompt, and Staccato computes long prompts in parts"
 UNLOADED = "this version's vLLM does not load the model as published: wait for another version of vLLM"
+MISTRAL = "vLLM reads the model from Mistral's own params.json alone, which Staccato does not take"
 REMOTE = "the model's config.json can be read with program code alone, which Staccato never runs"
 LACKING = "vLLM's code of the model needs a package (timm or torchaudio) that Staccato's set-up leaves out"
 DEAF = "sound and video are left out"
 
 _TEXT_MEASURED = """
-ApertusForCausalLM ArceeForCausalLM BloomForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM
-Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM FalconForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM
-GPTJForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM Gemma4ForCausalLM
-GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM
-GraniteMoeForCausalLM GraniteMoeSharedForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM Llama4ForCausalLM
-LlamaForCausalLM MiniCPM3ForCausalLM Ministral3ForCausalLM MistralForCausalLM MixtralForCausalLM NemotronForCausalLM
-OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM Phi3ForCausalLM PhiForCausalLM
-PhiMoEForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM
-SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
+AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM BloomForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM
+CohereForCausalLM CwmForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneMoEForCausalLM
+ExaoneMoeForCausalLM FalconForCausalLM FlexOlmoForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM
+GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM Gemma4ForCausalLM GemmaForCausalLM
+Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
+GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM HunYuanDenseV1ForCausalLM
+HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Jais2ForCausalLM LLaMAForCausalLM Llama4ForCausalLM LlamaForCausalLM
+MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM
+MistralForCausalLM MixtralForCausalLM NemotronForCausalLM OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
+OlmoForCausalLM OlmoeForCausalLM Phi3ForCausalLM PhiForCausalLM PhiMoEForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM
+Qwen3ForCausalLM Qwen3MoeForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
+VaultGemmaForCausalLM
 """
 _STATES_MEASURED = """
-FalconH1ForCausalLM GraniteMoeHybridForCausalLM Mamba2ForCausalLM NemotronHForCausalLM Qwen3NextForCausalLM
-Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Zamba2ForCausalLM
+FalconH1ForCausalLM GraniteMoeHybridForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Mamba2ForCausalLM
+NemotronHForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Zamba2ForCausalLM
 """
-_LATENT_MEASURED = "DeepseekV2ForCausalLM DeepseekV3ForCausalLM"
+_LATENT_MEASURED = "DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM"
 _TEXT = """
-AfmoeForCausalLM ChatGLMForConditionalGeneration ChatGLMModel CwmForCausalLM ExaoneMoEForCausalLM ExaoneMoeForCausalLM
-FlexOlmoForCausalLM GraniteMoeSWAForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM HrmTextForCausalLM
-HyperCLOVAXForCausalLM InklingForCausalLM Jais2ForCausalLM K2HorizonForCausalLM LLaMAForCausalLM LagunaForCausalLM
-MellumForCausalLM MiMoV2FlashForCausalLM Rnj1ForCausalLM Step3TextForCausalLM Step3p5ForCausalLM VaultGemmaForCausalLM
+ChatGLMForConditionalGeneration ChatGLMModel InklingForCausalLM K2HorizonForCausalLM LagunaForCausalLM Rnj1ForCausalLM
+Step3TextForCausalLM Step3p5ForCausalLM
 """
 _PICTURES_MEASURED = """
 Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration SmolVLMForConditionalGeneration
 """
 _PICTURES_TEXT_MEASURED = """
-AriaForConditionalGeneration Exaone4_5_ForConditionalGeneration Gemma3ForConditionalGeneration
-Glm4vForConditionalGeneration GlmOcrForConditionalGeneration Idefics3ForConditionalGeneration
-InternVLForConditionalGeneration LlavaForConditionalGeneration LlavaNextForConditionalGeneration
-LlavaOnevisionForConditionalGeneration Mistral3ForConditionalGeneration
-PaddleOCRVLForConditionalGeneration PaliGemmaForConditionalGeneration Qwen2VLForConditionalGeneration
+AriaForConditionalGeneration Blip2ForConditionalGeneration Cohere2VisionForConditionalGeneration
+Exaone4_5_ForConditionalGeneration Gemma3ForConditionalGeneration Glm4vForConditionalGeneration
+Glm4vMoeForConditionalGeneration GlmOcrForConditionalGeneration Idefics3ForConditionalGeneration
+InternVLForConditionalGeneration LightOnOCRForConditionalGeneration Llama4ForConditionalGeneration
+LlavaForConditionalGeneration LlavaNextForConditionalGeneration LlavaOnevisionForConditionalGeneration
+Mistral3ForConditionalGeneration MuseGlimmerForConditionalGeneration PaddleOCRVLForConditionalGeneration
+PaliGemmaForConditionalGeneration Qwen2VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration
 """
-_PICTURES_STATES_TEXT_MEASURED = "Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration"
+_PICTURES_STATES_TEXT_MEASURED = """
+Lfm2VlForConditionalGeneration Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration
+"""
 _PICTURES = """
-BagelForConditionalGeneration Blip2ForConditionalGeneration Cohere2VisionForConditionalGeneration
-CohereCompassForConditionalGeneration Cosmos3EdgeForConditionalGeneration Cosmos3ForConditionalGeneration
-DeepseekOCR2ForCausalLM DeepseekOCRForCausalLM Emu3ForConditionalGeneration Ernie4_5_VLMoeForConditionalGeneration
-GLM4VForCausalLM Glm4vMoeForConditionalGeneration Granite4VisionForConditionalGeneration HCXVisionV2ForCausalLM
-HunYuanVLForConditionalGeneration InklingForConditionalGeneration IsaacForConditionalGeneration
-LightOnOCRForConditionalGeneration Llama4ForConditionalGeneration Moondream3ForCausalLM MuseGlimmerForCausalLM
-MuseGlimmerForConditionalGeneration
-Ovis PixtralForConditionalGeneration QianfanOCRForConditionalGeneration Qwen3VLMoeForConditionalGeneration
-Step3VLForConditionalGeneration Step3p7ForConditionalGeneration UnlimitedOCRForCausalLM
+BagelForConditionalGeneration CohereCompassForConditionalGeneration Cosmos3EdgeForConditionalGeneration
+Cosmos3ForConditionalGeneration DeepseekOCR2ForCausalLM DeepseekOCRForCausalLM Emu3ForConditionalGeneration
+Ernie4_5_VLMoeForConditionalGeneration GLM4VForCausalLM Granite4VisionForConditionalGeneration HCXVisionV2ForCausalLM
+HunYuanVLForConditionalGeneration InklingForConditionalGeneration IsaacForConditionalGeneration Moondream3ForCausalLM
+MuseGlimmerForCausalLM Ovis QianfanOCRForConditionalGeneration Step3VLForConditionalGeneration
+Step3p7ForConditionalGeneration UnlimitedOCRForCausalLM
+"""
+_PICTURES_DEAF_TEXT_MEASURED = """
+Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration Qwen2_5OmniForConditionalGeneration
+Qwen2_5OmniModel Qwen3OmniMoeForConditionalGeneration
 """
 _PICTURES_DEAF = """
-Gemma3nForConditionalGeneration Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration
-Qwen2_5OmniForConditionalGeneration Qwen2_5OmniModel Qwen3OmniMoeForConditionalGeneration
+Gemma3nForConditionalGeneration
+"""
+_DEAF_MEASURED = """
+AudioFlamingo3ForConditionalGeneration GraniteSpeechForConditionalGeneration GraniteSpeechPlusForConditionalGeneration
+LlavaNextVideoForConditionalGeneration Qwen2AudioForConditionalGeneration
 """
 _DEAF = """
-AudioFlamingo3ForConditionalGeneration FunAudioChatForConditionalGeneration GraniteSpeechForConditionalGeneration
-GraniteSpeechPlusForConditionalGeneration LlavaNextVideoForConditionalGeneration Qwen2AudioForConditionalGeneration
-UltravoxModel VoxtralForConditionalGeneration
+FunAudioChatForConditionalGeneration UltravoxModel
 """
 _REFUSED = {
     STATE: """
 BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM BailingMoeV3VLForConditionalGeneration FalconMambaForCausalLM
 Glm5NextForCausalLM Glm5NextForConditionalGeneration InternS2MobiusForConditionalGeneration
 InternS2PreviewForConditionalGeneration JambaForCausalLM KimiK3ForConditionalGeneration KimiLinearForCausalLM
-Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration MambaForCausalLM MiniCPMV4_6ForConditionalGeneration
-MiniCPMV4_7ForConditionalGeneration NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2
-NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3 OlmoHybridForCausalLM Qwen4ExpForCausalLM
-Qwen4ExpForConditionalGeneration
+MambaForCausalLM MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration
+NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2 NemotronH_Omni_Reasoning_V3
+NemotronH_Super_Omni_Reasoning_V3 OlmoHybridForCausalLM Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration
 """,
     LATENT: """
-AXK1ForCausalLM DeepseekVLV2ForCausalLM Glm4MoeLiteForCausalLM KimiK25ForConditionalGeneration
-KimiVLForConditionalGeneration LongcatFlashForCausalLM LongcatFlashNgramForCausalLM MistralLarge3ForCausalLM
-PanguUltraMoEForCausalLM SarvamMLAForCausalLM
+AXK1ForCausalLM DeepseekVLV2ForCausalLM KimiK25ForConditionalGeneration KimiVLForConditionalGeneration
+LongcatFlashForCausalLM LongcatFlashNgramForCausalLM MistralLarge3ForCausalLM PanguUltraMoEForCausalLM
+SarvamMLAForCausalLM
 """,
     SPARSE: """
 DeepseekV32ForCausalLM DeepseekV41ForCausalLM DeepseekV4ForCausalLM DeepseekV4ForConditionalGeneration
@@ -156,9 +164,11 @@ Phi4MMForCausalLM Plamo3ForCausalLM RForConditionalGeneration SarvamMoEForCausal
 Step1ForCausalLM StepVLForConditionalGeneration TeleChat2ForCausalLM TeleChat3ForCausalLM TeleFLMForCausalLM
 """,
     ACTIONS: "OpenVLAForActionPrediction",
+    MISTRAL: "PixtralForConditionalGeneration VoxtralForConditionalGeneration",
+    PREFIX: "HrmTextForCausalLM",
     DIFFUSION: "DiffusionGemmaForBlockDiffusion",
     LACKING: "KananaVForConditionalGeneration MiDashengLMModel",
-    UNLOADED: "DbrxForCausalLM MiniMaxM2ForCausalLM",
+    UNLOADED: "DbrxForCausalLM",
     INSIDE: """
 TransformersEmbeddingModel TransformersForCausalLM TransformersForSequenceClassification TransformersMoEEmbeddingModel
 TransformersMoEForCausalLM TransformersMoEForSequenceClassification TransformersMultiModalEmbeddingModel
@@ -204,7 +214,9 @@ TABLE: dict[str, Served] = {
         Served(Support.PICTURES, text_measured=True),
     ),
     **dict.fromkeys(_PICTURES.split(), Served(Support.PICTURES)),
+    **dict.fromkeys(_PICTURES_DEAF_TEXT_MEASURED.split(), Served(Support.PICTURES, text_measured=True, reason=DEAF)),
     **dict.fromkeys(_PICTURES_DEAF.split(), Served(Support.PICTURES, reason=DEAF)),
+    **dict.fromkeys(_DEAF_MEASURED.split(), Served(Support.TEXT, text_measured=True, reason=DEAF)),
     **dict.fromkeys(_DEAF.split(), Served(Support.TEXT, reason=DEAF)),
     **{name: Served(Support.NOT_YET, reason=why) for why, names in _REFUSED.items() for name in names.split()},
 }

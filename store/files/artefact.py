@@ -164,7 +164,7 @@ class _Folder:
         config = self._config(known)
         headers = self._weights()
         self._check_tokenizer()
-        sizes = config.text_config or config
+        sizes = config.inner() or config
         kept = sizes.kept_layers() or config.kept_layers()
         if not kept:
             raise ArtefactRefused(
@@ -185,7 +185,7 @@ class _Folder:
             dtype=_TORCH_DTYPES.get(most, most.lower()),
             weight_bytes=sum(by_dtype.values()),
             kv_bytes_per_token=written_bytes(kept),
-            context_tokens=self._context_tokens(sizes, {} if config.text_config else headers),
+            context_tokens=self._context_tokens(sizes, {} if config.inner() else headers),
             files=tuple(files),
             kv_layers=tuple(kept),
         )
@@ -205,7 +205,7 @@ class _Folder:
             raise ArtefactRefused(
                 f"architecture {config.architectures[0]!r} is not one that this version's vLLM serves"
             )
-        if why := refusal(config.architectures[0], config.text_config or config):
+        if why := refusal(config.architectures[0], config.inner() or config):
             raise ArtefactRefused(why)
         own = known.model_types is None or config.model_type in known.model_types
         if config.auto_map is not None and not own:

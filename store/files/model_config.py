@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from store.contract.kv_curve import KeptLayers, LayerKind
 from store.files.architectures import ModelForm
 
@@ -59,6 +61,8 @@ class StateConfig(ModelForm, frozen=True):
     mamba_d_conv: Any = None
     conv_kernel: Any = None
     mamba_ssm_cache_dtype: Any = None
+    conv_L_cache: Any = None  # LFM2: inputs that a short convolution sees
+    conv_dim: Any = None
 
 
 class TextConfig(StateConfig, frozen=True):
@@ -167,13 +171,16 @@ class TextConfig(StateConfig, frozen=True):
         return ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
 
     def _keeps(self, kind: str) -> Sequence[LayerKind]:
-        if kind in NOTHING:
+        if kind in NOTHING and not self._short_convolution(kind):
             return ()
-        if kind in STATES or self.model_type == "falcon_h1":
+        if kind in STATES or self._short_convolution(kind) or self.model_type == "falcon_h1":
             beside = kind == "hybrid" or self.model_type == "falcon_h1"  # attention and a state, side by side
             return (LayerKind.FULL, LayerKind.STATE) if beside else (LayerKind.STATE,)
         keeps = WINDOWS.get(kind, LayerKind.FULL)
         return (keeps if self._reach(keeps) else LayerKind.FULL,)
+
+    def _short_convolution(self, kind: str) -> bool:
+        return kind == "conv" and _whole(self.conv_L_cache) > 0
 
     def _reach(self, keeps: LayerKind) -> int:
         """Return the tokens of a window or chunk; 0 without."""
@@ -205,6 +212,9 @@ class TextConfig(StateConfig, frozen=True):
 
         The layers have 0 bytes if the config does not say the sizes."""
         fixed = 0
+        if inputs := _whole(self.conv_L_cache):
+            width = _whole(self.conv_dim, self.hidden_size)
+            return KeptLayers(LayerKind.STATE, layers, ELEMENT_BYTES * width * (inputs - 1))
         if heads := _whole(self.linear_num_value_heads):
             key_heads, key_dim = _whole(self.linear_num_key_heads), _whole(self.linear_key_head_dim)
             value_dim, kernel = _whole(self.linear_value_head_dim), _whole(self.linear_conv_kernel_dim) or 4
@@ -225,10 +235,24 @@ class TextConfig(StateConfig, frozen=True):
         return KeptLayers(LayerKind.STATE, layers, size, fixed_bytes=fixed)
 
 
+class ThinkerConfig(msgspec.Struct, frozen=True):
+    """The part of a Qwen-Omni that answers in text; the other parts speak."""
+
+    text_config: TextConfig | None = None
+
+
 class Config(TextConfig, frozen=True):
     architectures: list[str] = []
     auto_map: Any = None
     text_config: TextConfig | None = None
+    language_config: TextConfig | None = None
+    llm_config: TextConfig | None = None
+    thinker_config: ThinkerConfig | None = None
+
+    def inner(self) -> TextConfig | None:
+        """Return the language model's own config; None if the sizes stand in the config itself."""
+        thinker = self.thinker_config.text_config if self.thinker_config else None
+        return self.text_config or thinker or self.language_config or self.llm_config
 
 
 def _whole(*values: Any) -> int:

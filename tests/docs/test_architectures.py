@@ -15,9 +15,9 @@ def test_the_page_is_what_its_command_writes() -> None:
 
 
 def test_the_table_has_the_names_of_vllms_registry() -> None:
-    from gateway.vllm.front import supported_architectures
+    from gateway.vllm.front import known
 
-    assert set(TABLE) == supported_architectures()
+    assert set(TABLE) == known().architectures
 
 
 def test_what_is_not_served_has_a_reason_and_what_is_served_has_no_contradiction() -> None:

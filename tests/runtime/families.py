@@ -6,15 +6,17 @@ more, so a config has the fields, and the tensors have the names, with which tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from deploy.demo.random_weights import SPREAD, _tokenizer
-from tests.runtime.forms import CONTEXT, SHAPE, VOCABULARY
+from tests.runtime.forms import CONTEXT, SHAPE, VOCABULARY, _configure
 from tests.runtime.hybrids import NOISE, _let_layers_speak
 
 LANGUAGE: dict[str, Any] = SHAPE | {
@@ -66,10 +68,107 @@ TOWER: dict[str, Any] = {
     "encoder_ffn_dim": 128,
     "output_dim": 128,
 }
+MROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+}
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+    "num_kv_shared_layers": 0,
+    "num_experts": None,
+    "enable_moe_block": False,
+}
+CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
+LFM2: dict[str, Any] = {"block_dim": 128, "conv_dim": 128, "layer_types": CONVOLUTIONS}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by architecture: transformers' name, and values of config.json
     # vLLM makes a group of processes for mixtures if the first model of a process is one: mixtures come first.
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", {}),
     "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", {}),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", {"text_config": {"norm_topk_prob": True}}),
+    "Glm4vMoeForConditionalGeneration": ("glm4v_moe", {"text_config": {"head_dim": 32, "use_qk_norm": False}}),
+    "Llama4ForConditionalGeneration": (
+        "llama4",
+        {
+            "text_config": {"num_experts_per_tok": 1},
+            "vision_config": {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
+        },
+    ),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", LATENT),
+    "AfmoeForCausalLM": (
+        "afmoe",
+        {
+            "score_func": "sigmoid",
+            "route_norm": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_key_value_heads": 2,
+        },
+    ),
+    "ExaoneMoeForCausalLM": ("exaone_moe", {}),
+    "ExaoneMoEForCausalLM": ("exaone_moe", {}),
+    "FlexOlmoForCausalLM": ("flex_olmo", {}),
+    "HYV3ForCausalLM": (
+        "hy_v3",
+        {
+            "first_k_dense_replace": 1,
+            "expert_hidden_dim": 128,
+            "route_norm": True,
+            "qk_norm": True,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+    ),
+    "GraniteMoeSWAForCausalLM": ("granitemoe_swa", {}),
+    "MellumForCausalLM": ("mellum", {}),
+    # Published models route by sigmoid with a bias, which kernels for CPUs lack.
+    "MiniMaxM2ForCausalLM": (
+        "minimax_m2",
+        {"rotary_dim": 16, "scoring_func": "softmax", "use_routing_bias": True},
+    ),
+    "MiMoV2FlashForCausalLM": (
+        "mimo_v2_flash",
+        {
+            "v_head_dim": 32,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "hybrid_layer_pattern": [0, 1, 1, 0],
+            "moe_layer_freq": [0, 1, 1, 1],
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 32,
+            "swa_v_head_dim": 32,
+            "sliding_window_size": 32,
+            "swa_rope_theta": 10000,
+            "add_swa_attention_sink_bias": True,
+            "add_full_attention_sink_bias": False,
+            "layernorm_epsilon": 1e-5,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "rope_theta": 5000000,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "AriaForConditionalGeneration": ("aria", {}),
+    "Cohere2MoeForCausalLM": ("cohere2_moe", {}),
+    "GraniteMoeSharedForCausalLM": ("granitemoeshared", {}),
+    "Qwen3OmniMoeForConditionalGeneration": (
+        "qwen3_omni_moe",
+        {
+            "enable_audio_output": False,
+            "thinker_config": {
+                "text_config": MROPE | {"tie_word_embeddings": False},
+                "vision_config": {"image_size": 64, "apply_vit_abs_pos_embed": True},
+            },
+        },
+    ),
+    "Lfm2MoeForCausalLM": ("lfm2_moe", {"layer_types": CONVOLUTIONS}),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", {}),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", {}),
     "Qwen2VLForConditionalGeneration": ("qwen2_vl", {}),
@@ -86,11 +185,82 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by architecture: transfor
     "GlmOcrForConditionalGeneration": ("glm_ocr", {}),
     "Exaone4_5_ForConditionalGeneration": ("exaone4_5", {}),
     "PaddleOCRVLForConditionalGeneration": ("paddleocr_vl", {}),
-    "AriaForConditionalGeneration": ("aria", {}),
-    "Cohere2MoeForCausalLM": ("cohere2_moe", {}),
-    "GraniteMoeSharedForCausalLM": ("granitemoeshared", {}),
+    "Qwen2_5OmniForConditionalGeneration": (
+        "qwen2_5_omni",
+        {"enable_audio_output": False, "thinker_config": {"text_config": MROPE}},
+    ),
+    "Gemma4ForConditionalGeneration": (
+        "gemma4",
+        {
+            "vision_config": {},
+            "text_config": GEMMA4
+            | {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": VOCABULARY, "global_head_dim": 64},
+        },
+    ),
+    "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", {"vision_config": {}, "text_config": GEMMA4}),
+    "Lfm2ForCausalLM": ("lfm2", LFM2),
+    "Lfm2VlForConditionalGeneration": ("lfm2_vl", {"text_config": LFM2}),
+    "Qwen2_5OmniModel": (
+        "qwen2_5_omni",
+        {"enable_audio_output": False, "thinker_config": {"text_config": MROPE}},
+    ),
+    "Qwen2AudioForConditionalGeneration": ("qwen2_audio", {}),
+    "AudioFlamingo3ForConditionalGeneration": ("audioflamingo3", {}),
+    "GraniteSpeechForConditionalGeneration": ("granite_speech", {}),
+    "GraniteSpeechPlusForConditionalGeneration": ("granite_speech_plus", {}),
+    "LlavaNextVideoForConditionalGeneration": ("llava_next_video", {}),
+    "Blip2ForConditionalGeneration": (
+        "blip-2",
+        {"text_config": {"ffn_dim": 256, "word_embed_proj_dim": 128, "init_std": SPREAD}},
+    ),
+    "Cohere2VisionForConditionalGeneration": (
+        "cohere2_vision",
+        {"text_config": {"tie_word_embeddings": True}, "tie_word_embeddings": True},
+    ),
+    "LightOnOCRForConditionalGeneration": (
+        "lighton_ocr",
+        {
+            "vision_feature_layer": -1,
+            "multimodal_projector_bias": False,
+            "projector_hidden_act": "gelu",
+            "spatial_merge_size": 2,
+        },
+    ),
+    "MuseGlimmerForConditionalGeneration": ("muse_glimmer", {"vision_config": {"output_dim": 256}}),
+    "CwmForCausalLM": ("cwm", {}),
+    "LLaMAForCausalLM": ("llama", {}),
+    "GraniteSWAForCausalLM": ("granite_swa", {}),
+    "HyperCLOVAXForCausalLM": ("hyperclovax", {}),
+    "Jais2ForCausalLM": ("jais2", {}),
+    "VaultGemmaForCausalLM": ("vaultgemma", {}),
 }
-ROUNDED = ("Qwen3_5",)  # beginnings of architectures whose kernels for CPUs take 16 bits alone
+# By architecture: the name and weight of a published model's tensor, from the tensor as transformers writes it.
+PUBLISHED: dict[str, Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]] = {
+    "Qwen3VLMoeForConditionalGeneration": lambda name, weight: (
+        name,
+        weight.transpose(1, 2).contiguous() if ".experts." in name else weight,
+    ),
+    **dict.fromkeys(
+        (
+            "AudioFlamingo3ForConditionalGeneration",
+            "GraniteSpeechForConditionalGeneration",
+            "GraniteSpeechPlusForConditionalGeneration",
+            "Qwen2AudioForConditionalGeneration",
+        ),
+        lambda name, weight: (name.replace(".model.model.", ".model."), weight),
+    ),
+}
+CLASSES = {  # transformers' classes of other names than the architecture
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "LightOnOCRForConditionalGeneration": "LightOnOcrForConditionalGeneration",
+    "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
+}
+# Beginnings of architectures whose kernels for CPUs take 16 bits alone, or answer otherwise in a batch than alone.
+ROUNDED = ("Qwen3_5", "Glm4MoeLite", "Lfm2")
+
+
+SEEDS = {"Glm4MoeLiteForCausalLM": 4}  # with the common seed, two tokens are equally likely in 16 bits
 
 
 def write_family(folder: Path, architecture: str, seed: int = 3) -> Path:
@@ -98,8 +268,8 @@ def write_family(folder: Path, architecture: str, seed: int = 3) -> Path:
     kind, more = FAMILIES[architecture]
     config = CONFIG_MAPPING[kind](**_small(CONFIG_MAPPING[kind], LANGUAGE, more))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = getattr(transformers, architecture)(config)
+        torch.manual_seed(SEEDS.get(architecture, seed))
+        model = getattr(transformers, CLASSES.get(architecture, architecture))(config)
         for name, weight in model.named_parameters():  # weights of zeros or ones alone would hide faults
             if weight.ndim > 1 and (weight.std() == 0 or not weight.isfinite().all() or "experts" in name):
                 torch.nn.init.normal_(weight.data, std=SPREAD)
@@ -107,8 +277,12 @@ def write_family(folder: Path, architecture: str, seed: int = 3) -> Path:
                 weight.data += torch.randn(weight.shape) * NOISE
             if "gemma" in kind:
                 _let_layers_speak(name, weight)
-    model.config.architectures = [architecture]
     model.to(torch.float32).save_pretrained(folder)
+    _configure(folder, architectures=[architecture])
+    if architecture in PUBLISHED:
+        weights = load_file(folder / "model.safetensors")
+        renamed = dict(PUBLISHED[architecture](name, weight) for name, weight in weights.items())
+        save_file(renamed, folder / "model.safetensors", {"format": "pt"})
     _tokenizer(VOCABULARY, CONTEXT).save_pretrained(folder)
     return folder
 
@@ -120,10 +294,12 @@ def dtype(architecture: str) -> str:
 def _small(config: type[Any], sizes: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Arguments for a class of configs: the sizes that the config has, for parts of the config too, and `more`."""
     default = config()
+    default.allow_global_per_layer_attribute_access = True  # sizes of the layers of a Gemma 4 may differ
     given = {name: size for name, size in sizes.items() if hasattr(default, name)}
-    for name in config.sub_configs:
-        if (part := getattr(default, name, None)) is not None:
+    for name, part in config.sub_configs.items():
+        if getattr(default, name, None) is not None or name in more:
+            part = type(getattr(default, name, None) or part())
             tower = "vision" in name or "audio" in name
-            small = _small(type(part), TOWER if tower else LANGUAGE, more.get(name, {}))
+            small = _small(part, TOWER if tower else LANGUAGE, more.get(name, {}))
             given[name] = small | {"model_type": part.model_type}
     return given | {name: value for name, value in more.items() if name not in config.sub_configs}

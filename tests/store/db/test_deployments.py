@@ -113,7 +113,7 @@ def test_a_deployment_without_pictures_has_an_engine_without_what_sees() -> None
 
 
 def test_a_model_that_only_hears_is_always_served_as_text() -> None:
-    model = _seeing("VoxtralForConditionalGeneration")
+    model = _seeing("Qwen2AudioForConditionalGeneration")
     engine = engine_of(SPEC, model)
     assert engine.language_model_only and engine.weight_bytes == 300
     assert engine == engine_of(Spec(model="llama", language_model_only=True), model)

@@ -140,6 +140,19 @@ def test_families_that_name_their_sizes_differently_are_understood(
     assert inspect(write_model(tmp_path, config), KNOWN).kv_bytes_per_token == 2 * elements
 
 
+@pytest.mark.parametrize("path", [["thinker_config", "text_config"], ["language_config"], ["llm_config"]])
+def test_the_sizes_of_a_language_model_stand_where_its_family_writes_them(tmp_path: Path, path: list[str]) -> None:
+    config: dict[str, object] = LLAMA | {"max_position_embeddings": 512}
+    for name in reversed(path):
+        config = {name: config}
+    found = inspect(write_model(tmp_path, {"architectures": ["Gemma3ForConditionalGeneration"]} | config), KNOWN)
+    assert (found.kv_bytes_per_token, found.context_tokens) == (2 * 4 * 2 * 32 * 2, 512)
+    inner = {path[-1]: LLAMA | {"layer_types": ["conv"]}}
+    outer = {path[0]: inner} if len(path) > 1 else inner
+    with pytest.raises(ArtefactRefused, match="a state for each request"):
+        settings(write_model(tmp_path, {"architectures": ["Gemma3ForConditionalGeneration"]} | outer), KNOWN)
+
+
 BESIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 6}
 LAYER = 2 * 2 * 64 * 2  # K and V × heads × head × 2 B
 PATTERN = ["sliding_attention", "sliding_attention", "full_attention"]
@@ -369,6 +382,13 @@ def test_a_model_that_is_not_served_yet_is_refused_before_a_weight_is_read(tmp_p
 def test_a_hybrid_is_served_with_and_without_layers_that_keep_a_state(tmp_path: Path, kinds: list[str]) -> None:
     config = LLAMA | {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": kinds}
     assert inspect(write_model(tmp_path, config), Known(frozenset(TABLE))).architecture == "GraniteMoeHybridForCausalLM"
+
+
+def test_a_short_convolution_keeps_the_inputs_that_its_next_step_sees(tmp_path: Path) -> None:
+    kinds = ["conv", "conv", "full_attention", "conv"]
+    config = LLAMA | {"architectures": ["Lfm2ForCausalLM"], "layer_types": kinds, "conv_L_cache": 3}
+    found = inspect(write_model(tmp_path, config), Known(frozenset(TABLE))).kv_layers
+    assert [(each.kind, each.layers, each.bytes) for each in found] == [("state", 3, 2 * 256 * 2), ("full", 1, 256)]
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
