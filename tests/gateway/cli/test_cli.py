@@ -38,11 +38,12 @@ from store.bus import Bus
 from store.contract import wire
 from store.contract.wire import Residency
 from store.db.database import Database, migrate
+from store.files.architectures import Known
 from tests.conftest import ROOT, NatsServer, free_port
 from tests.gateway.hub import COMMIT, Hub, serving
 
 MODELS = ROOT / "deploy" / "demo" / "models"
-ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen3ForCausalLM", "OPTForCausalLM", "PhiForCausalLM"})
+KNOWN = Known(frozenset({"LlamaForCausalLM", "Qwen3ForCausalLM", "OPTForCausalLM", "PhiForCausalLM"}))
 
 
 NUMBERS = itertools.count(1)
@@ -117,7 +118,7 @@ async def serve(settings: config.Settings, started: Callable[[uvicorn.Server], N
             database,
             auth,
             fleet,
-            Engines(ARCHITECTURES, frozenset({"hermes"}), frozenset({"qwen3"})),
+            Engines(KNOWN, frozenset({"hermes"}), frozenset({"qwen3"})),
             Sources.of(settings),
             Metrics(fleet),
             Recent(),
