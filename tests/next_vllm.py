@@ -1,8 +1,8 @@
 """Runs tests under a release of vLLM that has no build for CPUs yet: `python -m tests.next_vllm 0.33.0 -- PYTEST...`.
 
 The release's Python code is taken from its build for CUDA, and the kernels from the installed build for CPUs. Kernels
-change more slowly than Python code: 0.33.0 passed the tests of engines over the kernels of 0.32.0. The release's own
-kernels stay untested.
+change more slowly than Python code: 0.33.0 passed test_conformance and test_engine of tests/runtime/engine over the
+kernels of 0.32.0. The release's own kernels stay untested.
 """
 
 from __future__ import annotations

@@ -114,7 +114,17 @@ class Imports:
     async def _run(self, model: StoredModel, halt: threading.Event, earlier: asyncio.Task[None] | None) -> None:
         if earlier:
             await asyncio.wait([earlier])
-        found = await (self._fetched(model, halt) if parse(model.source) else self._inspected(model, halt))
+        try:
+            found = await (self._fetched(model, halt) if parse(model.source) else self._inspected(model, halt))
+        except Stopped:
+            raise
+        except Exception as error:
+            if self._stopping:  # the next gateway goes on with the import
+                raise
+            log.error("model.import_failed", model=model.id, error=f"{type(error).__name__}: {error}")
+            found = ArtefactRefused(
+                f"the gateway failed at the import ({type(error).__name__}): see the gateway's log, then import again"
+            )
         await self._keep(model, found)
         self._progress.pop(model.id, None)
 

@@ -135,6 +135,18 @@ async def test_a_host_that_says_nothing_is_given_up(
         await imports.stop()
 
 
+async def test_an_import_at_which_the_gateway_fails_ends_with_a_reason(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a fault of the gateway")
+
+    monkeypatch.setattr("gateway.imports.jobs.inspect", fail)
+    made(await plane.admin.post("/models", json={"name": "m", "source": str(write_model(tmp_path / "m"))}), 202)
+    seen = await ended(plane.admin, "m")
+    assert seen["state"] == "refused" and "the gateway failed at the import (ZeroDivisionError)" in seen["reason"]
+
+
 # ── where it may lead ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
