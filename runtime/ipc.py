@@ -34,6 +34,7 @@ class Began(msgspec.Struct, frozen=True):
     profile: str = ""  # file of this machine's costs; empty: costs are guessed
     tensor_parallel: int = 1  # devices over which each model is split: see runtime/group/group.py
     load_helpers: tuple[int, ...] = ()  # further devices that help to load
+    images_beside: bool = False  # the node has images made: see runtime/device/imaging.py
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]
@@ -102,6 +103,13 @@ class MoveAnswer(msgspec.Struct, frozen=True, tag="MoveAnswer"):
     waits: bool = False  # with a refusal of the source: the request has not begun yet
 
 
+class ImageMade(msgspec.Struct, frozen=True, tag="ImageMade"):
+    """The end of a MakeImage. Without an error, the host cache has the image, or StopImage came before."""
+
+    model: str
+    error: str = ""
+
+
 class ShowDevicePages(msgspec.Struct, frozen=True, tag="ShowPages"):
     """Ask for the map of the pool; answered by Mapped, between two steps."""
 
@@ -122,6 +130,7 @@ ToDevice = (
     | wire.Commit
     | wire.AbortMove
     | wire.Release
+    | ImageMade
     | ShowDevicePages
     | Quit
 )
@@ -132,6 +141,18 @@ class DeviceReady(msgspec.Struct, frozen=True, tag="Ready"):
 
     engine: str
     life: int  # number of the device process's life: see runtime/memory/images.py
+
+
+class MakeImage(msgspec.Struct, frozen=True, tag="MakeImage"):
+    """Make the image of a model in the host cache; answered by ImageMade. One image is asked for at a time."""
+
+    spec: wire.EngineSpec
+
+
+class StopImage(msgspec.Struct, frozen=True, tag="StopImage"):
+    """The image of a model is no longer wanted; answered by ImageMade once no process makes the image any more."""
+
+    model: str
 
 
 class Formed(msgspec.Struct, frozen=True, tag="Formed"):
@@ -180,7 +201,20 @@ class Mapped(msgspec.Struct, frozen=True, tag="Mapped"):
     runs: list[views.PageRun]
 
 
-ToNode = DeviceReady | Formed | Made | State | Passed | Mapped | MoveAnswer | wire.Copy | wire.Commit | wire.Release
+ToNode = (
+    DeviceReady
+    | MakeImage
+    | StopImage
+    | Formed
+    | Made
+    | State
+    | Passed
+    | Mapped
+    | MoveAnswer
+    | wire.Copy
+    | wire.Commit
+    | wire.Release
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_device = msgspec.msgpack.Decoder(ToDevice)

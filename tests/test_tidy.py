@@ -61,11 +61,11 @@ MAY_IMPORT = {
     "runtime/core/fleet": "runtime/core/* store/contract",
     "runtime/core/ledgers": "runtime/core/device store/contract",
     "runtime/memory": "runtime/core",
-    "runtime/engine": "runtime/core/* runtime/memory store/*",
+    "runtime/engine": "runtime/core/* runtime/memory runtime/slices.py store/*",
     "runtime/group": "runtime/core/* runtime/engine runtime/ipc.py store/*",
     "runtime/migration": "runtime/core/* runtime/memory runtime/ipc.py store/*",
     "runtime/device": "runtime/core/* runtime/engine runtime/group runtime/memory runtime/migration runtime/ipc.py"
-    " store/*",
+    " runtime/slices.py store/*",
     "runtime/node": "runtime/core runtime/core/fleet runtime/core/ledgers runtime/device runtime/migration"
     " runtime/config.py runtime/ipc.py store/*",
     "runtime/scheduler": "runtime/core/* runtime/config.py store/*",

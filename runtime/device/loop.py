@@ -52,13 +52,14 @@ from runtime.core.device.events import (
     Stepped,
     Tell,
     Told,
+    Unfinished,
     Withdrawn,
 )
 from runtime.core.device.instance import Instance
 from runtime.core.device.model import Model, Phase
 from runtime.core.device.pages import Pages
 from runtime.core.device.request import ModelKey, Objective, Request, RequestId, request_id
-from runtime.core.engine import BadRequest, Engine, EngineError
+from runtime.core.engine import BadRequest, Engine
 from runtime.core.engine import EngineBuilder as Builder
 from runtime.core.ledgers.costs import ModelCosts, load_profile, model_size, unknown
 from runtime.core.ledgers.device_time import DeviceTime
@@ -66,6 +67,7 @@ from runtime.core.ledgers.latency import Clocks
 from runtime.core.ledgers.timeline import joined
 from runtime.core.turns.registry import POLICIES
 from runtime.core.turns.turn import Turns
+from runtime.device.building import Builds, Checks, ImageOrders, reason
 from runtime.device.journal import BeginRecord as JournalBegan
 from runtime.device.journal import DecisionJournal, Recorded
 from runtime.device.reading import Readings
@@ -76,6 +78,7 @@ from runtime.ipc import (
     DeviceEnd,
     DeviceReady,
     Formed,
+    ImageMade,
     Made,
     Mapped,
     Order,
@@ -108,7 +111,8 @@ Ask = Callable[[Engine], Event | None]
 class Device:
     """The loop of the device process.
 
-    `turns` decides the models' turns; `clock` is monotonic, in seconds. Without `costs`, costs are guessed by size."""
+    `turns` decides the models' turns; `clock` is monotonic, in seconds. Without `costs`, costs are guessed by size.
+    `has_image`: whether the host cache has a model's image; None: this process makes the images."""
 
     def __init__(
         self,
@@ -119,6 +123,7 @@ class Device:
         stepping: Stepping | None = None,
         costs: Callable[[EngineSpec], ModelCosts] | None = None,
         journal: DecisionJournal | None = None,
+        has_image: Callable[[EngineSpec], bool] | None = None,
     ) -> None:
         costs = costs or _unknown
         pages = Pages(build.pages_total, build.page_bytes)
@@ -129,6 +134,10 @@ class Device:
         self._machine = self.instance if journal is None else Recorded(self.instance, journal)
         self._pipe, self._build, self._clock = pipe, build, clock
         self._stepping = stepping or Stepping(Stepping.create())
+        self._builds = Builds(
+            build, self._stepping, clock, has_image and ImageOrders(has_image, self._wanted, pipe.send)
+        )
+        self._checks = Checks()
         self._engines: dict[ModelKey, Engine] = {}
         self._unfit: set[ModelKey] = set()  # models with a failed engine: nothing is asked of the engine but to close
         self._readings = Readings(self._engines)
@@ -176,6 +185,9 @@ class Device:
                 event: Event = Placed(spec)
             case Withdraw(model):
                 event = Withdrawn(ModelKey(model))
+                self._builds.withdraw(ModelKey(model))
+            case ImageMade(model, error):
+                event = self._builds.image_made(ModelKey(model), error)
             case Start(run, grammar):
                 id = request_id(run.gateway, run.stream)
                 model = ModelKey(run.model)
@@ -198,6 +210,9 @@ class Device:
                 self._handover.command(command)
                 return
         self._hear(event)
+
+    def _wanted(self, model: ModelKey) -> bool:
+        return model in self.instance.models and self.instance.models[model].has_requests
 
     def _course(self, id: RequestId) -> Course | None:
         """Use of a request's time up to now; None if the request is unknown to the clocks."""
@@ -283,7 +298,7 @@ class Device:
         except Exception as error:
             self._unfit.add(model)
             self._transfers.pop(model, None)
-            event = EngineFailed(model, _reason("device.engine_failed", model, error))
+            event = EngineFailed(model, reason("device.engine_failed", model, error))
         if event is not None:
             self._hear(event)
 
@@ -319,7 +334,7 @@ class Device:
             return Stepped(model, outputs, engine.busy(), engine.held(), self._clock() - began)
         except Exception as error:
             self._unfit.add(model)
-            return StepFailed(model, _reason("device.step_failed", model, error))
+            return StepFailed(model, reason("device.step_failed", model, error))
         finally:
             self._stepping.end()
 
@@ -327,44 +342,35 @@ class Device:
         engine, began = self._engines[model], self._clock()
         try:
             self._stepping.begin(model, began)
-            wrong = "it failed before" if model in self._unfit else engine.check()
-            if wrong is not None:
-                log.error("device.check_failed", model=model, wrong=wrong)
-            return Checked(model, wrong, engine.held())
+            if model in self._unfit:
+                return Checked(model, "it failed before", engine.held())
+            return self._checks.go_on(model, engine)
         except Exception as error:
             self._unfit.add(model)
-            return Checked(model, _reason("device.check_failed", model, error), self.instance.pages.of(model))
+            return Checked(model, reason("device.check_failed", model, error), self.instance.pages.of(model))
         finally:
             self._stepping.end()
             self._note("check", model, began)
 
     def _make(self, spec: EngineSpec) -> Event:
-        model = ModelKey(spec.key)
-        self._send_state(Use.PLATFORM)  # a build takes long: tell the node of the beginning
-        began = self._clock()
-        self._stepping.begin_build(model, began)
-        try:
-            engine = self._build(spec, partial(self._stepping.read, model, began))
-            took_s = self._clock() - began
-            pages = engine.weights_pages, engine.kv_pages_least
-            built = Built(model, took_s, *pages, engine.held(), engine.sequential)
-        except Exception as error:
-            return BuildFailed(model, _reason("device.build_failed", model, error))
-        finally:
-            self._stepping.end_build()
-            self._note("build", model, began)
-        self._engines[model] = engine
-        self._pipe.send(Formed(spec.key, engine.kv_form))
-        log.info("device.built", model=model, took_ms=round(took_s * 1e3), weights_pages=engine.weights_pages)
-        return built
+        if spec.key not in self._builds:
+            self._send_state(Use.PLATFORM)  # a build may take long: tell the node of the beginning
+        event, engine = self._builds.go_on(spec)
+        if not isinstance(event, Unfinished):
+            self._note("build", event.model, self._builds.ended(event.model))
+        if engine is not None:
+            self._engines[event.model] = engine
+            self._pipe.send(Formed(event.model, engine.kv_form))
+        return event
 
     def _close(self, model: ModelKey) -> Event:
         """Close an engine. An engine that raises counts as closed; `_rest` finds pages that were not given back."""
         self._unfit.discard(model)
         try:
+            self._checks.drop(model)
             self._engines.pop(model).close()
         except Exception as error:
-            _reason("device.close_failed", model, error)
+            reason("device.close_failed", model, error)
         return Closed(model)
 
     # ── transfers ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -374,7 +380,7 @@ class Device:
         try:
             engine.fetch(fetch.kv_pages)
         except Exception as error:
-            return FetchFailed(fetch.model, _reason("device.fetch_failed", fetch.model, error), engine.held())
+            return FetchFailed(fetch.model, reason("device.fetch_failed", fetch.model, error), engine.held())
         self._transfers[fetch.model] = partial(self._arrived, fetch.model, began)
         return None
 
@@ -392,7 +398,7 @@ class Device:
                 return None
         except Exception as error:
             del self._transfers[model]
-            return FetchFailed(model, _reason("device.fetch_failed", model, error), engine.held())
+            return FetchFailed(model, reason("device.fetch_failed", model, error), engine.held())
         del self._transfers[model]
         self._note("fetch", model, began)
         return Fetched(model, self._clock() - began, engine.held())
@@ -548,14 +554,8 @@ def _us(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-def _reason(what: str, model: ModelKey, error: Exception) -> str:
-    """Log an error, and return a reason fit for clients: an engine's own sentence, else only the error's type."""
-    log.error(what, model=model, error=type(error).__name__, detail=str(error)[:300])
-    return str(error) if isinstance(error, EngineError) else type(error).__name__
-
-
 def main() -> None:
-    """`python -m runtime.device BEGAN`, started by the node with the device's end of the pipe."""
+    """`python -m runtime.device BEGAN`, started by the node."""
     began = Began.of(sys.argv[1])
     observe.configure_logs("device")
     from runtime.memory.native import check_library
@@ -577,12 +577,11 @@ def main() -> None:
     if began.journal:
         head = JournalBegan(began.policy, build.pages_total, build.page_bytes)
         journal = DecisionJournal(appended(Path(began.journal)), head)
-    Device(end, POLICIES[began.policy](), build, time.monotonic, _stepping(began), _costs(began), journal).run()
+    beside = began.images_beside and builder.makes_images_beside
+    has_image = builder.has_image if beside else None
+    turns, stepping = POLICIES[began.policy](), Stepping(began.stepping_fd) if began.stepping_fd >= 0 else None
+    Device(end, turns, build, time.monotonic, stepping, _costs(began), journal, has_image).run()
     os._exit(0)  # skips vLLM's exit handlers: the process's end tears down everything anyway
-
-
-def _stepping(began: Began) -> Stepping | None:
-    return Stepping(began.stepping_fd) if began.stepping_fd >= 0 else None
 
 
 def _costs(began: Began) -> Callable[[EngineSpec], ModelCosts]:

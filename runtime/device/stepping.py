@@ -65,9 +65,11 @@ class Stepping:
         self._write_key(_BUILD_AT + _BEGAN.size, model)
         _BEGAN.pack_into(self._map, _BUILD_AT, now)
 
-    def end_build(self) -> None:
+    def end_build(self, over: bool = True) -> None:
+        """Note the end of a slice of a build; `over`: the build has ended, and reads no further weights."""
         _BEGAN.pack_into(self._map, _BUILD_AT, 0.0)
-        _READING.pack_into(self._map, _READING_AT, 0, 0, 0.0)
+        if over:
+            _READING.pack_into(self._map, _READING_AT, 0, 0, 0.0)
 
     @property
     def building(self) -> tuple[str, float] | None:
@@ -95,11 +97,15 @@ class Stepping:
         self.end()
         self.end_build()
 
-    def shown_in(self, models: Mapping[str, ModelState], leaving: Container[str]) -> dict[str, ModelState]:
+    def shown_in(
+        self, models: Mapping[str, ModelState], leaving: Container[str], imaging: Stepping | None = None
+    ) -> dict[str, ModelState]:
         """States of models to show: the device's last states, without the models `leaving`.
 
-        The state of a model being loaded from files gets the bytes read by now."""
-        shown, reading = {key: state for key, state in models.items() if key not in leaving}, self.reading
+        The state of a model being loaded from files gets the bytes read by now, by the device or by the process that
+        makes the model's image, which writes into the cells of `imaging`."""
+        shown = {key: state for key, state in models.items() if key not in leaving}
+        reading = (imaging and imaging.reading) or self.reading
         if reading and (state := shown.get(reading.model)) and state.residency is Residency.LOADING:
             shown[reading.model] = msgspec.structs.replace(
                 state,

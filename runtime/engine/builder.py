@@ -40,7 +40,7 @@ from runtime.engine import ranks
 from runtime.engine.golden import Golden
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.vllm import VllmEngine, chain, clean_up_after, first_line
-from runtime.engine.worker import Building, building
+from runtime.engine.worker import Building, building, pause
 from runtime.memory.images import Image, ImageKey, Images, Making
 from runtime.memory.lent import write_out
 from runtime.memory.native import MIXED, Backend, DevicePool, PageState
@@ -114,6 +114,8 @@ class Builder:
         self.images = Images.create(host_bytes, kept) if host_fd < 0 else Images.open(host_fd, kept)
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
         self.life, self.block_tokens = self.images.life, 0
+        # A second process would need memory of the GPU, which the pool has nearly all of.
+        self.makes_images_beside = backend is Backend.HOST
 
     def hold(self, blocks: list[int], block_bytes: int, life: int) -> Hold | None:
         return self.images.hold(blocks, block_bytes, life)
@@ -149,8 +151,7 @@ class Builder:
             more: further settings of vLLM's.
 
         Raises EngineError."""
-        shard = f"{ranks.rank()}/{ranks.size()}"
-        key = ImageKey(_identity(spec), self.version, spec.dtype, shard, _architecture())
+        key = self._key(spec)
         files_bytes = _weight_file_bytes(spec)
         addresses = ADDRESSES_LEAST + ADDRESSES_PER_FILE_BYTE * files_bytes
         now = Building(self.device, addresses, lambda read_bytes: told(read_bytes, files_bytes))
@@ -166,6 +167,14 @@ class Builder:
         finally:
             gc.collect()
             torch.cuda.empty_cache()  # torch keeps a model's memory from before the move; does nothing without a GPU
+
+    def has_image(self, spec: EngineSpec) -> bool:
+        """Whether the host cache has the model's image: then a build reads no files."""
+        return self.images.has(self._key(spec))
+
+    def _key(self, spec: EngineSpec) -> ImageKey:
+        shard = f"{ranks.rank()}/{ranks.size()}"
+        return ImageKey(_identity(spec), self.version, spec.dtype, shard, _architecture())
 
     def _find(self, key: ImageKey) -> Image | None:
         """The image, pinned, if every rank has an image; else None: all ranks read files together, or none."""
@@ -231,6 +240,7 @@ class Builder:
             **more,
         )
         config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        pause()
         token = building.set(now)
         try:
             core = EngineCore(config, Executor.get_class(config), log_stats=False)
@@ -268,6 +278,7 @@ class _FromFiles(DefaultModelLoader):
         now.check_kinds()  # the layers are made, and the files not read yet
         for name, tensor in super().get_all_weights(model_config, model):
             yield name, tensor
+            pause()
             read_bytes += tensor.nbytes
             now.read(read_bytes)
 

@@ -21,6 +21,7 @@ from vllm.v1.engine.core import EngineCore
 
 from runtime.core.engine import EngineError
 from runtime.engine.scheduler import PooledScheduler
+from runtime.engine.worker import pause
 
 PROMPT, TOKENS = 16, 8
 BATCH = 2  # requests with the question in a batch
@@ -86,6 +87,7 @@ def ask(
             for output in (output for made in outputs.values() for output in made.outputs):
                 said[output.request_id].take(output)
             assert executed, "there is no block of KV cache for the golden question"
+            pause()
     return list(said.values())
 
 

@@ -40,11 +40,16 @@ def prepare(build: Builder) -> None:
     """Make a new device process ready for its first model: threads, the self-check, a heap of modules that is frozen.
 
     Raises EngineError."""
-    if threads := os.environ.get("OMP_NUM_THREADS"):  # a forked process has found torch loaded with another number
-        torch.set_num_threads(int(threads.split(",")[0]))
+    use_threads()
     freeze_heap()
     self_check(build)
     freeze_heap()  # the toy's build has imported further modules
+
+
+def use_threads() -> None:
+    """Let torch compute with OMP_NUM_THREADS threads: a forked process has found torch loaded with another number."""
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads.split(",")[0]))
 
 
 def self_check(build: Builder) -> None:

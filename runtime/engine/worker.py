@@ -23,14 +23,19 @@ from typing import Any
 
 import torch
 import vllm
-from torch.overrides import TorchFunctionMode
+from torch._C import _len_torch_function_stack
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from vllm import _custom_ops as ops
+from vllm.config import VllmConfig
+from vllm.config import vllm as vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers import rotary_embedding
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.request import Request
 
+from runtime import slices
 from runtime.core.engine import EngineError
 from runtime.engine import groups, ranks
 from runtime.engine.runner import PooledRunner
@@ -76,10 +81,42 @@ building: ContextVar[Building] = ContextVar("building")
 _compiled: set[tuple[tuple[int, ...], torch.dtype]] = set()  # shapes and types with kernels of oneDNN compiled before
 
 
+def pause() -> None:
+    """A point at which other engines of the process may step, if the build or check around this line is long.
+
+    The point is passed by where torch is told to remember nothing, and by the ranks of a group, which call in step."""
+    if ranks.size() == 1 and not torch.is_inference_mode_enabled():
+        slices.pause(_put_aside)
+
+
+def _put_aside() -> Callable[[], None]:
+    """Put aside what a build has set for the whole process. Returns the function that sets the same again."""
+    config, prefix, dtype = vllm_config._current_vllm_config, vllm_config._current_prefix, torch.get_default_dtype()
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]  # type: ignore[no-untyped-call]
+    _set_globals(None, None, torch.float32)
+
+    def back() -> None:
+        _set_globals(config, prefix, dtype)
+        for mode in reversed(modes):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+
+    return back
+
+
+def _set_globals(config: VllmConfig | None, prefix: str | None, dtype: torch.dtype) -> None:
+    vllm_config._current_vllm_config, vllm_config._current_prefix = config, prefix
+    vllm_config.get_cached_compilation_config.cache_clear()
+    torch.set_default_dtype(dtype)
+
+
+register_module_module_registration_hook(lambda *_: pause())  # between the layers of a model that is being made
+
+
 class PooledWorker(Worker):
     """A worker over the runtime's memory. The engine's settings name the class, and vLLM constructs the worker."""
 
     def init_device(self) -> None:
+        pause()
         self.distributed_init_method = ranks.vllm_meets() or self.distributed_init_method
         super().init_device()  # type: ignore[no-untyped-call]
         _have_expert_group()
@@ -98,6 +135,7 @@ class PooledWorker(Worker):
         return self.model_runner.generator_state(id) if isinstance(self.model_runner, PooledRunner) else b""
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        pause()
         now = building.get()
         now.home = Home(now.device.reserve(now.addresses_bytes))
         now.check_kinds = lambda: groups.check_kinds(self.get_kv_cache_spec())
@@ -105,6 +143,7 @@ class PooledWorker(Worker):
         with now.home.packing():
             super().load_model(load_dummy_weights=load_dummy_weights)
         _check_positions(self.model_runner.model, self.vllm_config.model_config.max_model_len)
+        pause()
         now.home.found = tensors_of(self.model_runner.model)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -127,6 +166,7 @@ class PooledWorker(Worker):
         return min(stats.pages_total * stats.page_bytes, groups.bytes_for_batch(specs, self.vllm_config))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        pause()
         now, plan = building.get(), deepcopy(kv_cache_config)  # the scheduler keeps vLLM's plan
         now.kv = KvRegion(now.device, groups.together(plan), plan.num_blocks)
         pages = groups.without_gaps(plan) if current_platform.is_cpu() and groups.latent(plan) else 1
@@ -245,6 +285,7 @@ class Home:
 
     def _packed_here(self, create: Callable[..., Any]) -> Callable[..., Any]:
         def create_here(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            pause()
             # The handler of an int8 product keeps the address of the weights' scales, not the tensor.
             args = tuple(self._settled(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
             if (shape := (tuple(weight.shape), weight.dtype)) not in _compiled:
@@ -289,6 +330,7 @@ class Home:
         self.found = []
         with torch.no_grad():
             for tensors in by_storage.values():
+                pause()
                 self._leave_behind(self._move(tensors))
 
     def _move(self, tensors: list[torch.Tensor]) -> torch.UntypedStorage:

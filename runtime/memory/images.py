@@ -195,6 +195,12 @@ class Images:
             index.pin(run, self._member)
         return self._image(run)
 
+    def has(self, key: ImageKey) -> bool:
+        """Whether the cache has a finished image with the key. The image may go before `find` is called."""
+        with self._change() as index:
+            run = index.image(str(key))
+            return run is not None and run.state is RunState.READY
+
     def make(self, key: ImageKey, image_bytes: int, wait_s: float = MAKING_S) -> Image | Making:
         """Get room to make an image in, or the image, pinned, if the cache has the image.
 

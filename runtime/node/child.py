@@ -1,28 +1,36 @@
-"""The device process from the node's side: start, watch for hangs, end, and the model to blame for an end."""
+"""The node's processes with vLLM: the device process, and processes that make images.
+
+A process is started, watched for hangs and ended here; for a device process that ended, a model to blame is found."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
+import msgspec
 import structlog
 
 from runtime import ipc
 from runtime.config import RuntimeSettings
 from runtime.core.fleet.crash_backoff import Quarantine
+from runtime.device.imaging import ImageBegan, ImageSaid
 from runtime.device.stepping import Stepping, Watchdog
-from store.contract.wire import ModelState
+from store.contract.wire import EngineSpec, ModelState
 from store.fork.client import ForkedProcess, ForkServer, NotForked
+from store.tasks import ended
 
 log = structlog.get_logger()
 
 PAUSE_S_FIRST, PAUSE_S_MOST = 0.2, 5.0
+SAID_MOST = 1 << 16  # bytes
 START_S_MOST = 300.0  # gigabytes of libraries may come from a slow disk
 DEVICE = (sys.executable, "-P", "-m", "runtime.device")
+IMAGING = (sys.executable, "-P", "-m", "runtime.device.imaging")
 
 
 class DeviceChild:
@@ -40,6 +48,7 @@ class DeviceChild:
         # The ranks of a group choose their devices before torch is imported, so a group's processes are executed.
         forkable = command is DEVICE and settings.tensor_parallel == 1
         self._forks = ForkServer.at(settings.fork_server_fd) if forkable else None
+        self.images = ImageMaker(settings, host_cache, self._forks) if forkable else None
         self._hangs = ""  # why the process was killed; empty: not killed for a hang
         self._starts_since: float | None = None  # None: the process has sent a message
         self.failed_starts = 0  # processes in a row that ended before the first message
@@ -54,7 +63,6 @@ class DeviceChild:
 
     async def _started(self, fd: int) -> asyncio.subprocess.Process | ForkedProcess:
         settings = self._settings
-        environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "PYTHONUNBUFFERED": "1"}
         began = ipc.Began(
             pipe_fd=fd,
             policy=settings.policy,
@@ -66,17 +74,10 @@ class DeviceChild:
             profile=str(settings.profile or ""),
             tensor_parallel=settings.tensor_parallel,
             load_helpers=settings.load_helpers,
+            images_beside=self.images is not None,
         )
         fds = [fd, self._host_cache, self._stepping_fd]
-        if self._forks is not None:
-            try:
-                files = {number: number for number in (0, 1, 2, *fds)}
-                return await self._forks.fork(self._command[-1], began.arguments(), environment, files)
-            except NotForked as error:
-                log.warning("node.device_not_forked", reason=str(error))
-        return await asyncio.create_subprocess_exec(
-            *(*self._command, *began.arguments()), env=environment, pass_fds=fds
-        )
+        return await _started(self._command, began.arguments(), settings, fds, self._forks)
 
     async def end(self) -> None:
         """Kill the process if the process still runs; return when the process is gone."""
@@ -87,6 +88,10 @@ class DeviceChild:
                 process.kill()
         await process.wait()
         self.failed_starts = self.failed_starts + 1 if self._starts_since is not None else 0
+
+    def shown(self, models: Mapping[str, ModelState], leaving: Container[str]) -> dict[str, ModelState]:
+        """States of models to show: see `Stepping.shown_in`."""
+        return self.stepping.shown_in(models, leaving, self.images.stepping if self.images else None)
 
     @property
     def pause_s(self) -> float:
@@ -133,3 +138,99 @@ class DeviceChild:
         self.quarantine.ended(model, why, now)
         if reason := self.quarantine.reason(model, now):
             log.error("node.model_stays_away", model=model, reason=reason)
+
+
+class ImageMaker:
+    """Makes images in the host cache, one at a time, each in a process of its own.
+
+    `forks`: the fork server; None: processes are executed, and import vLLM first."""
+
+    def __init__(self, settings: RuntimeSettings, host_cache: int, forks: ForkServer | None) -> None:
+        self._settings, self._host_cache, self._forks = settings, host_cache, forks
+        self._stepping_fd = Stepping.create()
+        self.stepping = Stepping(self._stepping_fd)
+        self._making: tuple[str, asyncio.Task[None]] | None = None
+
+    def make(self, spec: EngineSpec, device: ipc.NodeEnd) -> None:
+        """Begin to make a model's image. The device process hears of the end."""
+        self._making = spec.key, asyncio.create_task(self._make(spec, device))
+
+    async def stop(self, model: str, device: ipc.NodeEnd) -> None:
+        """End the process that makes the image of `model`, if any, and let the device process hear of the end."""
+        if self._making is not None and self._making[0] == model and not self._making[1].done():
+            await ended(self._making[1])
+        else:
+            device.send(ipc.ImageMade(model))
+
+    async def end(self) -> None:
+        """End the process that makes an image, if any; return when the process is gone."""
+        if self._making is not None:
+            await ended(self._making[1])
+
+    async def _make(self, spec: EngineSpec, device: ipc.NodeEnd) -> None:
+        error = ""
+        try:
+            error = await self._run(spec)
+        except OSError as failed:
+            error = f"no process could be started: {failed.strerror}"
+        finally:
+            self.stepping.clear()
+            device.send(ipc.ImageMade(spec.key, error))
+
+    async def _run(self, spec: EngineSpec) -> str:
+        """Run the process. Returns the reason if there is no image at the end, else an empty string."""
+        settings = self._settings
+        reads, writes = os.pipe()
+        try:
+            fds = [self._host_cache, self._stepping_fd, writes]
+            began = ImageBegan(spec, int(settings.device_memory), int(settings.host_cache), *fds)
+            process = await _started(IMAGING, began.arguments(), settings, fds, self._forks)
+            hangs = await self._watched(process)
+            os.set_blocking(reads, False)
+            with contextlib.suppress(BlockingIOError):
+                return msgspec.json.decode(os.read(reads, SAID_MOST), type=ImageSaid).error
+            return hangs or f"the process that made its image ended with {_ending(process.returncode)}"
+        finally:
+            os.close(reads)
+            os.close(writes)
+
+    async def _watched(self, process: asyncio.subprocess.Process | ForkedProcess) -> str:
+        """Wait for the end of the process. Returns the reason if the process was ended for a hang, else empty."""
+        watchdog, reason = Watchdog(self.stepping, self._settings.hang_s, self._settings.build_hang_s), ""
+        try:
+            while process.returncode is None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(process.wait()), watchdog.period_s)
+                if process.returncode is None and (hangs := watchdog.look(False, time.monotonic())):
+                    reason = hangs
+                    process.kill()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        return reason
+
+
+async def _started(
+    command: Sequence[str],
+    arguments: Sequence[str],
+    settings: RuntimeSettings,
+    fds: Sequence[int],
+    forks: ForkServer | None,
+) -> asyncio.subprocess.Process | ForkedProcess:
+    """Start a process with vLLM that inherits the files `fds`: forked if a fork server can fork, else executed."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "PYTHONUNBUFFERED": "1"}
+    if forks is not None:
+        try:
+            files = {number: number for number in (0, 1, 2, *fds)}
+            return await forks.fork(command[-1], arguments, environment, files)
+        except NotForked as error:
+            log.warning("node.not_forked", program=command[-1], reason=str(error))
+    return await asyncio.create_subprocess_exec(*command, *arguments, env=environment, pass_fds=fds)
+
+
+def _ending(code: int | None) -> str:
+    """The end of a process in words, by the exit code."""
+    if code is not None and code < 0:
+        return f"signal {-code} ({signal.strsignal(-code)})"
+    return f"code {code}"

@@ -94,5 +94,5 @@ class LeaseKeeper:
 
     def _models(self) -> dict[str, wire.ModelState]:
         """States of models for the lease: without leaving models, and with models in quarantine marked."""
-        shown = self._child.stepping.shown_in(self._own.state.models, self._serving.leaving)
+        shown = self._child.shown(self._own.state.models, self._serving.leaving)
         return self._child.quarantine.shown_in(shown, self._serving.hosted, time.monotonic())

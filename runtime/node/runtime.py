@@ -203,11 +203,13 @@ class Node:
 
     async def _serve_device(self) -> None:
         """Start the device process, and handle the process's messages until the process has ended."""
-        device = await self._child.start()
+        device, images = await self._child.start(), self._child.images
         try:
             async for message in device.messages():
                 await self._from_device(message, device)
         finally:
+            if images is not None:
+                await images.end()
             device.close()
             await self._child.end()
 
@@ -228,6 +230,12 @@ class Node:
                 self._views.heard(message)
             case ipc.Passed() | ipc.Mapped():
                 self._views.heard(message)
+            case ipc.MakeImage(spec):
+                if self._child.images is not None:
+                    self._child.images.make(spec, device)
+            case ipc.StopImage(model):
+                if self._child.images is not None:
+                    await self._child.images.stop(model, device)
             case ipc.Formed(model, form):
                 self._own.forms[model] = form
             case wire.Release(move=move):

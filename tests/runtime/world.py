@@ -33,6 +33,7 @@ from runtime.core.device.events import (
     Fetched,
     FetchFailed,
     Grow,
+    ImageOver,
     Lose,
     MoveStep,
     Park,
@@ -44,6 +45,7 @@ from runtime.core.device.events import (
     Stepped,
     Tell,
     Told,
+    Unfinished,
 )
 from runtime.core.device.instance import Instance
 from runtime.core.device.pages import Pages
@@ -185,6 +187,9 @@ class World:
         self.engines: dict[ModelKey, Engine] = {}
         self.fetching: ModelKey | None = None
         self.parking: list[ModelKey] = []
+        self.unfinished = 0  # so many answers to builds and checks say that the effect is not over
+        self.images_wait = False  # an unfinished build waits for its image
+        self.imaging: list[ModelKey] = []  # models whose builds wait
         self.log: list[Effect] = []  # every effect, in order
         self.asked: list[RequestId] = []
         self.open: set[RequestId] = set()
@@ -296,6 +301,8 @@ class World:
                 self.arrive()
             elif self.parking:
                 self.leave(self.parking[0])
+            elif self.imaging:
+                self.image_over(self.imaging[0])
             elif self.out is not None:
                 self.answer()
             else:
@@ -368,7 +375,18 @@ class World:
         assert kv_pages >= 1 and engine.weights_pages - engine.weights + kv_pages <= self.free, "no room for the fetch"
         engine.weights, engine.kv, self.fetching = engine.weights_pages, kv_pages, key
 
+    def image_over(self, key: ModelKey, fails: bool = False) -> None:
+        """End the making of an image that a build waits for."""
+        self.imaging.remove(key)
+        self.hear(BuildFailed(key, "no such file") if fails else ImageOver(key))
+
     def _answer(self, out: DeviceEffect, fails: bool, finishes: Callable[[RequestId], bool]) -> Event:
+        if self.unfinished and isinstance(out, Build | Check):
+            self.unfinished -= 1
+            key = ModelKey(out.spec.key) if isinstance(out, Build) else out.model
+            if waits := isinstance(out, Build) and self.images_wait:
+                self.imaging.append(key)
+            return Unfinished(key, waits)
         match out:
             case Build(spec):
                 key = ModelKey(spec.key)
@@ -475,7 +493,7 @@ class World:
             for label, total in counted.items()
         }
         self.check_account()
-        if self.out is None and self.fetching is None and not self.parking:
+        if self.out is None and self.fetching is None and not (self.parking or self.imaging):
             assert self.open == set(self.leaving), (
                 f"requests are open, and nothing is under way for them: {self.instance.models}"
             )

@@ -1,10 +1,11 @@
 """Everything that the Instance machine hears (events) and asks for (effects). Pure values.
 
 Device effects (Build, Step, Check, Close) use the device. At most one device effect is under way; an event answers the
-effect before the machine asks for the next. Memory effects move pages and block nothing: Evict, Grow and Shrink are
-done at once, while Fetch and Park begin a transfer whose end is heard later. The device process carries effects out in
-the order in which the machine asked. Events and effects are structs, not dataclasses: some are made for every token,
-and a frozen dataclass takes ten times as long to make.
+effect before the machine asks for the next. A long Build or Check is answered by Unfinished again and again, and other
+models step in between. Memory effects move pages and block nothing: Evict, Grow and Shrink are done at once, while
+Fetch and Park begin a transfer whose end is heard later. The device process carries effects out in the order in which
+the machine asked. Events and effects are structs, not dataclasses: some are made for every token, and a frozen
+dataclass takes ten times as long to make.
 """
 
 from __future__ import annotations
@@ -81,6 +82,21 @@ class Built(msgspec.Struct, frozen=True):
 class BuildFailed(msgspec.Struct, frozen=True):
     model: ModelKey
     error: str
+
+
+class Unfinished(msgspec.Struct, frozen=True):
+    """A part of a Build or Check is done. The effect goes on when the machine asks for the effect again."""
+
+    model: ModelKey
+    waits: bool = False  # another process makes the model's image: to be asked again after ImageOver
+
+
+class ImageOver(msgspec.Struct, frozen=True):
+    """The wait for a model's image is over: the host cache has the image, or nobody wanted the image any more.
+
+    If the image can't be made, BuildFailed comes instead."""
+
+    model: ModelKey
 
 
 class Stepped(msgspec.Struct, frozen=True):
@@ -179,6 +195,8 @@ Event = (
     | Ordered
     | Built
     | BuildFailed
+    | Unfinished
+    | ImageOver
     | Stepped
     | StepFailed
     | Checked
@@ -195,7 +213,7 @@ Event = (
 
 
 class Build(msgspec.Struct, frozen=True):
-    """Build the engine. The new engine holds no pages."""
+    """Begin to build the engine, or go on with the build. The new engine holds no pages."""
 
     spec: EngineSpec
 
@@ -210,7 +228,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """Check whether the model still gives the answer given when the weights were read from files."""
+    """Begin or go on to check whether the model still answers as when the weights were read from files."""
 
     model: ModelKey
 

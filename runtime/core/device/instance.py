@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import assert_never
 
+from runtime.core.device.booking import book_event, book_step
 from runtime.core.device.events import (
     Add,
     Arrived,
@@ -31,6 +32,7 @@ from runtime.core.device.events import (
     Fetched,
     FetchFailed,
     Grow,
+    ImageOver,
     Lose,
     MemoryEffect,
     MoveStep,
@@ -45,6 +47,7 @@ from runtime.core.device.events import (
     Stepped,
     Tell,
     Told,
+    Unfinished,
     Withdrawn,
 )
 from runtime.core.device.model import MOVING, WITH_ENGINE, Model, Phase, Wish
@@ -88,6 +91,7 @@ class Instance:
         self._turn_no = 0
         self._room_pages = 0.0  # pages that the last order of turns leaves to tenants over their share
         self._busy = False  # whether a device effect is under way
+        self._step_due = False  # whether a step comes before the next part of a build or check
         self._changed = False  # whether anything but a step like the last step happened since the last decision
         self._tick_at = _NEVER
 
@@ -103,8 +107,8 @@ class Instance:
         self._changed = self._changed or not stepped
         if stepped or self.account is None:
             return self._heard(event, now)
-        self._account(self.account, event, now)
         waited = len(self.requests) > 0
+        book_event(self.account, event, waited, self._busy, now)
         effects = self._heard(event, now)
         if waited and not len(self.requests) and not self._busy:
             self.account.platform(now)
@@ -144,6 +148,10 @@ class Instance:
                 return self._order(key, awake, now)
             case Built():
                 return self._built(self.models[event.model], event, now)
+            case Unfinished(key, waits):
+                return self._unfinished(self.models[key], waits)
+            case ImageOver(key):
+                return self._image_over(self.models[key])
             case BuildFailed(key, error):
                 return self._build_failed(self.models[key], f"the model could not be loaded: {error}", now)
             case FetchFailed(key, error, held):
@@ -159,13 +167,6 @@ class Instance:
                 return self.requests.lose([request], error, now, Finish.ERROR)
             case _:
                 assert_never(event)
-
-    def _account(self, account: DeviceTime, event: Event, now: float) -> None:
-        """Book the time before `event` to the platform or to idleness, if the time is known to be no request's."""
-        if isinstance(event, Built | BuildFailed | Checked | Closed | StepFailed):
-            account.platform(now)
-        elif not len(self.requests) and not self._busy:
-            account.idle(now)
 
     def _place(self, spec: EngineSpec, prove: bool, now: float) -> list[Effect]:
         key = ModelKey(spec.key)
@@ -236,8 +237,20 @@ class Instance:
             mends=False,
         )
 
+    def _unfinished(self, model: Model, waits: bool) -> list[Effect]:
+        self._busy, self._step_due, model.loads.image_due = False, True, waits
+        self._rooms.file(model)
+        return []
+
+    def _image_over(self, model: Model) -> list[Effect]:
+        model.loads.image_due = False
+        self._enter(model, Phase.COLD)
+        self._leave_if_withdrawn(model)
+        return []
+
     def _build_failed(self, model: Model, error: str, now: float) -> list[Effect]:
-        self._busy = False
+        self._busy = self._busy and model.loads.image_due  # no device effect, if the image failed
+        model.loads.image_due = False
         self._enter(model, Phase.COLD)
         if self._leave_if_withdrawn(model):
             return []
@@ -355,7 +368,7 @@ class Instance:
         steps, step_s, running = stepped.steps, stepped.step_s, model.queues.running
         began = now - steps * step_s
         if self.account is not None:
-            self._account_step(self.account, model, began, now)
+            book_step(self.account, model, self.turn, began, now)
         assert self.turn is not None and self.turn.holder == model.key, f"{model.key} stepped out of turn"
         self.turn.steps += steps
         self.turn.left -= steps
@@ -390,30 +403,14 @@ class Instance:
             model.demand.stuck = self._changed = True
         return effects
 
-    def _account_step(self, account: DeviceTime, model: Model, began: float, now: float) -> None:
-        assert self.turn is not None
-        running = list(model.queues.running.values())
-        if not running:  # every request was cancelled while the step ran
-            account.platform(now)
-            return
-        if not self.turn.steps:
-            account.switched(began, running)
-        if model.queues.prompts:
-            prompts = [request for request in running if not request.computed]
-            decodes = [request for request in running if request.computed]
-            context = sum([request.context for request in decodes])
-            account.stepped(now, decodes, prompts, model.costs.step(len(decodes), context) if decodes else 0.0)
-        else:
-            account.stepped(now, running, (), 0.0)
-        account.held(began, running, model.kv, model.loads.away_us)
-
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def decide(self, now: float) -> list[Effect]:
         """Effects to carry out now that the device is free: memory effects, then at most one device effect."""
         assert not self._busy, "the device is asked for its next effect before it answered the last"
         turn = self.turn
-        if not self._changed and now < self._tick_at and (turn is None or (turn.left > 0 and now < turn.until)):
+        goes_on = turn is None or (turn.left > 0 and now < turn.until and not self._rooms.upkeep)
+        if not self._changed and now < self._tick_at and goes_on:
             return [] if turn is None else self._step(self.models[turn.holder])
         self._changed = False
         had_us = {} if self.account is None else self.account.take()
@@ -424,7 +421,7 @@ class Instance:
         order, self._room_pages = ordered.models, ordered.room_pages
         chosen = self._turns.next(order, turn, now)
         effects += self._bring_in(order, chosen, now)
-        if self._rooms.upkeep:
+        if self._rooms.upkeep and not (self._step_due and chosen is not None):
             if self.account is not None and not len(self.requests):
                 self.account.idle(now)
             self._busy = True
@@ -452,7 +449,8 @@ class Instance:
             return Close(model.key)
         if model.phase is Phase.CHECKING:
             return Check(model.key)
-        self._enter(model, Phase.BUILDING)
+        if model.phase is Phase.COLD:
+            self._enter(model, Phase.BUILDING)
         return Build(model.spec)
 
     def _tidy(self, now: float) -> list[Effect]:
@@ -487,8 +485,8 @@ class Instance:
 
     def _step(self, model: Model) -> list[Effect]:
         assert self.turn is not None
-        self._busy = True
-        return [Step(model.key, self.turn.left)]
+        self._busy, self._step_due = True, False
+        return [Step(model.key, 1 if self._rooms.upkeep else self.turn.left)]
 
     def _make_ready(self, model: Model, order: Sequence[ModelView], now: float) -> list[Effect]:
         """Get pages for the model's next step, and add admitted requests that fit: a join never overflows the cache."""

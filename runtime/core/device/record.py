@@ -48,6 +48,7 @@ class LoadRecord:
 
     load_s: float = 0.0  # estimated time to load the model if the device has no part of the weights
     proved: bool = False  # other devices have checked the model: the first fetches need no check here
+    image_due: bool = False  # the build waits for the model's image, which another process makes
     proving: bool = False  # the model is to become resident to prove that the device can serve the model
     ever_resident: bool = False
     loading_s: float = 0.0  # duration so far of the way to RESIDENT

@@ -27,7 +27,8 @@ class Rooms:
                 self.resting[key] = model
             else:
                 self.resting.pop(key, None)
-        if phase is Phase.CLOSING or phase is Phase.CHECKING or (phase is Phase.COLD and model.works):
+        builds = (phase is Phase.COLD and model.works) or (phase is Phase.BUILDING and not model.loads.image_due)
+        if phase is Phase.CLOSING or phase is Phase.CHECKING or builds:
             self.upkeep[key] = model
         else:
             self.upkeep.pop(key, None)
@@ -38,8 +39,8 @@ class Rooms:
 
     def first_upkeep(self) -> Model:
         """First model whose upkeep comes before any step: models to close, whose pages come back, then models to check,
-        then models to build. Call only if `upkeep` is not empty."""
-        for phase in (Phase.CLOSING, Phase.CHECKING):
+        then models to build, begun builds first. Call only if `upkeep` is not empty."""
+        for phase in (Phase.CLOSING, Phase.CHECKING, Phase.BUILDING):
             for model in self.upkeep.values():
                 if model.phase is phase:
                     return model

@@ -154,15 +154,19 @@ class Node:
 
     builder = Builder
 
-    def __init__(self) -> None:
+    def __init__(self, cached: set[str] | None = None) -> None:
+        """`cached`: models with an image in the host cache; None: the device makes images itself."""
         self._ours, self._theirs = ipc.pair()
+        self.orders: list[ipc.MakeImage | ipc.StopImage] = []
         self.made: list[list[int]] = []
         self.lost: list[str] = []
         self.states: list[ipc.State] = []
         self.passed: list[ipc.Passed] = []
         self.maps: list[ipc.Mapped] = []
         self.build = self.builder(self.made)
-        self.device = Device(ipc.DeviceEnd(self._theirs), RoundRobin(), self.build, time.monotonic)
+        has_image = None if cached is None else lambda spec: spec.key in cached
+        end = ipc.DeviceEnd(self._theirs)
+        self.device = Device(end, RoundRobin(), self.build, time.monotonic, has_image=has_image)
         self._plans: list[tuple[Callable[[], bool], tuple[ipc.ToDevice, ...]]] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._streams = itertools.count(1)
@@ -235,6 +239,8 @@ class Node:
             self.passed.append(message)
         elif isinstance(message, ipc.Mapped):
             self.maps.append(message)
+        elif isinstance(message, ipc.MakeImage | ipc.StopImage):
+            self.orders.append(message)
         while self._plans and self._plans[0][0]():
             self.send(*self._plans.pop(0)[1])
 

@@ -125,6 +125,15 @@ class AnyOrder(RuleBasedStateMachine):
         self.world.segment = segment
         self.world.answer(fails == 0, lambda id: finish and data.draw(st.booleans()))
 
+    @rule(answers=st.integers(0, 3), images_wait=st.booleans())
+    def builds_and_checks_take_long(self, answers: int, images_wait: bool) -> None:
+        self.world.unfinished, self.world.images_wait = answers, images_wait
+
+    @precondition(lambda self: self.world.imaging)
+    @rule(data=st.data(), fails=st.integers(0, 5))
+    def image_is_done(self, data: st.DataObject, fails: int) -> None:
+        self.world.image_over(data.draw(st.sampled_from(self.world.imaging)), fails == 0)
+
     @precondition(lambda self: self.world.fetching is not None)
     @rule(fails=st.integers(0, 5))
     def fetch_is_done(self, fails: int) -> None:

@@ -1,0 +1,161 @@
+"""Builds and checks of engines in the device process: in slices, so that other models step in between.
+
+An image is made from the model's files, which takes seconds and reads gigabytes. The node has the image made in a
+process of its own (runtime/device/imaging.py), and the device then builds the engine around the image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from runtime.core.device.events import BuildFailed, Built, Checked, Event, ImageOver, Unfinished
+from runtime.core.device.request import ModelKey
+from runtime.core.engine import Engine, EngineBuilder, EngineError
+from runtime.device.stepping import Stepping
+from runtime.ipc import MakeImage, StopImage
+from runtime.slices import Sliced
+from store.contract.wire import EngineSpec
+
+log = structlog.get_logger()
+
+SLICE_S = 2e-3  # about a step of a small model
+
+
+class ImageOrders:
+    """Orders for images that builds wait for, one at a time.
+
+    Args:
+        has_image: whether the host cache has the image of a model.
+        waited_for: whether requests wait for a model; the images of such models come first.
+        send: sends an order to the node."""
+
+    def __init__(
+        self,
+        has_image: Callable[[EngineSpec], bool],
+        waited_for: Callable[[ModelKey], bool],
+        send: Callable[[MakeImage | StopImage], None],
+    ) -> None:
+        self._has_image, self._waited_for, self._send = has_image, waited_for, send
+        self._waiting: dict[ModelKey, EngineSpec] = {}
+        self._under_way: ModelKey | None = None
+
+    def order(self, spec: EngineSpec) -> bool:
+        """Order the model's image, unless the host cache has the image. Returns whether the build must wait."""
+        if self._has_image(spec):
+            return False
+        self._waiting[ModelKey(spec.key)] = spec
+        self._next()
+        return True
+
+    def made(self, model: ModelKey) -> None:
+        """Take the end of an order, and send the next order."""
+        if model == self._under_way:
+            self._under_way = None
+            self._next()
+
+    def cancel(self, model: ModelKey) -> None:
+        """Take back the order for a withdrawn model, if any. The node answers all the same."""
+        if model == self._under_way or self._waiting.pop(model, None) is not None:
+            self._send(StopImage(model))
+
+    def _next(self) -> None:
+        if self._under_way is None and self._waiting:
+            wanted = [model for model in self._waiting if self._waited_for(model)]
+            self._under_way = wanted[0] if wanted else next(iter(self._waiting))
+            self._send(MakeImage(self._waiting.pop(self._under_way)))
+
+
+class Builds:
+    """Builds under way.
+
+    Args:
+        build: builds an engine, and may pause meanwhile (runtime/slices.py).
+        clock: monotonic, in seconds.
+        orders: orders for images; None if this process makes the images as well."""
+
+    def __init__(
+        self, build: EngineBuilder, stepping: Stepping, clock: Callable[[], float], orders: ImageOrders | None
+    ) -> None:
+        self._build, self._stepping, self._clock = build, stepping, clock
+        self._orders = orders
+        self._slices: dict[ModelKey, Sliced[Engine]] = {}
+        self._began: dict[ModelKey, float] = {}
+
+    def go_on(self, spec: EngineSpec) -> tuple[Built | BuildFailed | Unfinished, Engine | None]:
+        """Begin a build or carry out the next slice. Returns the event for the machine, and the engine once built."""
+        model, now = ModelKey(spec.key), self._clock()
+        began = self._began.setdefault(model, now)
+        if model not in self._slices and self._orders is not None and self._orders.order(spec):
+            return Unfinished(model, waits=True), None
+        self._stepping.begin_build(model, now)
+        try:
+            read = partial(self._stepping.read, model, began)
+            build = self._slices.setdefault(model, Sliced(partial(self._build, spec, read)))
+            if not build.go_on(SLICE_S):
+                return Unfinished(model), None
+            engine, took_s = build.result, self._clock() - began
+            pages = engine.weights_pages, engine.kv_pages_least
+            built = Built(model, took_s, *pages, engine.held(), engine.sequential)
+        except Exception as error:
+            return BuildFailed(model, reason("device.build_failed", model, error)), None
+        finally:
+            self._stepping.end_build(over=self._slices[model].over)
+        log.info("device.built", model=model, took_ms=round(took_s * 1e3), weights_pages=engine.weights_pages)
+        return built, engine
+
+    def image_made(self, model: ModelKey, error: str) -> Event:
+        """Take word of the node that an ordered image is made, or the error. Returns the event for the machine."""
+        if self._orders is not None:
+            self._orders.made(model)
+        if error:
+            self.ended(model)
+            return BuildFailed(model, error)
+        return ImageOver(model)
+
+    def withdraw(self, model: ModelKey) -> None:
+        """Take back the order for the image of a withdrawn model, if any."""
+        if self._orders is not None:
+            self._orders.cancel(model)
+
+    def __contains__(self, model: object) -> bool:
+        """Whether a build of the model, named by its key, is under way."""
+        return model in self._began
+
+    def ended(self, model: ModelKey) -> float:
+        """Forget a build that has ended. Returns when the build began."""
+        self._slices.pop(model, None)
+        return self._began.pop(model, self._clock())
+
+
+class Checks:
+    """Checks of models under way, each in slices."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[ModelKey, Sliced[str | None]] = {}
+
+    def go_on(self, model: ModelKey, engine: Engine) -> Event:
+        """Begin a check or carry out the next slice. Returns the event for the machine. Raises errors of the engine."""
+        check = self._under_way.setdefault(model, Sliced(engine.check))
+        try:
+            if not check.go_on(SLICE_S):
+                return Unfinished(model)
+        finally:
+            if check.over:
+                del self._under_way[model]
+        if check.result is not None:
+            log.error("device.check_failed", model=model, wrong=check.result)
+        return Checked(model, check.result, engine.held())
+
+    def drop(self, model: ModelKey) -> None:
+        """End the check of a model to be closed, if a check is under way."""
+        if (check := self._under_way.pop(model, None)) is not None:
+            check.drop()
+
+
+def reason(what: str, model: ModelKey, error: Exception) -> str:
+    """Log an error, and return a reason fit for clients: an engine's own sentence, else only the error's type."""
+    log.error(what, model=model, error=type(error).__name__, detail=str(error)[:300])
+    return str(error) if isinstance(error, EngineError) else type(error).__name__
