@@ -1,13 +1,15 @@
-"""Makes a model's image in the host cache, in a process of its own: `python -m runtime.device.imaging BEGAN`.
+"""Makes models' images in the host cache, in a process of its own: `python -m runtime.device.imaging BEGAN`.
 
-The process reads the model's files, asks the golden question and writes the image; afterwards any device process of the
+The process reads a model's files, asks the golden question and writes the image; afterwards any device process of the
 host builds an engine around the image. A model that ends this process takes no other model along. The node starts the
-process (runtime/node/child.py) and reads the result from a pipe.
+process (runtime/node/child.py), sends a model's spec as a packet, and reads the end as a packet. The process stays for
+further models, since its start takes longer than the image of a small model, and ends when the node hangs up.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from functools import partial
 from time import monotonic
@@ -19,25 +21,25 @@ from runtime.device.stepping import Stepping
 from store.contract.wire import EngineSpec
 from store.telemetry import observe
 
-NICE = 10  # steps of a device on the same cores come first
+NICE = 5  # steps of a device on the same cores come first
+PACKET_MOST = 1 << 20  # bytes
 
 
 class ImageBegan(msgspec.Struct, frozen=True):
     """Settings of the process, passed as JSON in the command line. File descriptors are inherited."""
 
-    spec: EngineSpec
     pool_bytes: int  # addresses for pages, as the device has; memory is taken for the weights and a question alone
     host_bytes: int
     host_fd: int
     stepping_fd: int
-    said_fd: int  # gets an ImageSaid at the end
+    orders_fd: int  # socket: an EngineSpec comes for each image, an ImageSaid goes back
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]
 
 
 class ImageSaid(msgspec.Struct, frozen=True):
-    """The end of the process. Without an error, the host cache has the image."""
+    """The end of an order. Without an error, the host cache has the image."""
 
     error: str = ""
 
@@ -46,19 +48,22 @@ def main() -> None:
     began = msgspec.json.decode(sys.argv[1], type=ImageBegan)
     observe.configure_logs("image")
     os.nice(NICE)
-    from runtime.engine.builder import Builder  # takes seconds, unless forked
+    from runtime.engine.builder import Builder, freeze_heap  # takes seconds, unless forked
     from runtime.engine.selfcheck import use_threads
 
     use_threads()
-    stepping, model, error = Stepping(began.stepping_fd), began.spec.key, ""
-    stepping.begin_build(model, since := monotonic())
-    try:
-        builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd)
-        builder.build(began.spec, partial(stepping.read, model, since))
-        builder.images.close()  # unpins the image, before the device is told
-    except Exception as raised:
-        error = str(raised) if isinstance(raised, EngineError) else type(raised).__name__
-    os.write(began.said_fd, msgspec.json.encode(ImageSaid(error)))
+    freeze_heap()
+    orders, stepping = socket.socket(fileno=began.orders_fd), Stepping(began.stepping_fd)
+    builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd)
+    while packet := orders.recv(PACKET_MOST):
+        spec, error = msgspec.json.decode(packet, type=EngineSpec), ""
+        stepping.begin_build(spec.key, since := monotonic())
+        try:
+            builder.build(spec, partial(stepping.read, spec.key, since)).close()  # and unpins the image
+        except Exception as raised:
+            error = str(raised) if isinstance(raised, EngineError) else type(raised).__name__
+        stepping.end_build()
+        orders.send(msgspec.json.encode(ImageSaid(error)))
     os._exit(0)  # skips vLLM's exit handlers: the process's end tears down everything anyway
 
 

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -18,7 +19,7 @@ import structlog
 from runtime import ipc
 from runtime.config import RuntimeSettings
 from runtime.core.fleet.crash_backoff import Quarantine
-from runtime.device.imaging import ImageBegan, ImageSaid
+from runtime.device.imaging import PACKET_MOST, ImageBegan, ImageSaid
 from runtime.device.stepping import Stepping, Watchdog
 from store.contract.wire import EngineSpec, ModelState
 from store.fork.client import ForkedProcess, ForkServer, NotForked
@@ -27,7 +28,8 @@ from store.tasks import ended
 log = structlog.get_logger()
 
 PAUSE_S_FIRST, PAUSE_S_MOST = 0.2, 5.0
-SAID_MOST = 1 << 16  # bytes
+IMAGING_IDLE_S = 60.0
+ENDING_S = 0.2  # for a process that was hung up on, before the process is killed
 START_S_MOST = 300.0  # gigabytes of libraries may come from a slow disk
 DEVICE = (sys.executable, "-P", "-m", "runtime.device")
 IMAGING = (sys.executable, "-P", "-m", "runtime.device.imaging")
@@ -141,74 +143,116 @@ class DeviceChild:
 
 
 class ImageMaker:
-    """Makes images in the host cache, one at a time, each in a process of its own.
+    """Makes images in the host cache, one at a time, in a process that stays for IMAGING_IDLE_S after the last image.
 
-    `forks`: the fork server; None: processes are executed, and import vLLM first."""
+    `forks`: the fork server; None: the process is executed, and imports vLLM first."""
 
     def __init__(self, settings: RuntimeSettings, host_cache: int, forks: ForkServer | None) -> None:
         self._settings, self._host_cache, self._forks = settings, host_cache, forks
         self._stepping_fd = Stepping.create()
         self.stepping = Stepping(self._stepping_fd)
+        self._process: asyncio.subprocess.Process | ForkedProcess | None = None
+        self._socket: socket.socket | None = None  # to the process
         self._making: tuple[str, asyncio.Task[None]] | None = None
+        self._idle: asyncio.TimerHandle | None = None
 
     def make(self, spec: EngineSpec, device: ipc.NodeEnd) -> None:
         """Begin to make a model's image. The device process hears of the end."""
         self._making = spec.key, asyncio.create_task(self._make(spec, device))
 
     async def stop(self, model: str, device: ipc.NodeEnd) -> None:
-        """End the process that makes the image of `model`, if any, and let the device process hear of the end."""
+        """End the process if the process makes the image of `model`, and let the device process hear of the end."""
         if self._making is not None and self._making[0] == model and not self._making[1].done():
             await ended(self._making[1])
         else:
             device.send(ipc.ImageMade(model))
 
     async def end(self) -> None:
-        """End the process that makes an image, if any; return when the process is gone."""
+        """End the process, if any; return when the process is gone."""
         if self._making is not None:
             await ended(self._making[1])
+        await self._end_process()
 
     async def _make(self, spec: EngineSpec, device: ipc.NodeEnd) -> None:
-        error = ""
+        error, over = "", False
         try:
-            error = await self._run(spec)
+            error = await self.made(spec)
+            over = True
         except OSError as failed:
             error = f"no process could be started: {failed.strerror}"
         finally:
-            self.stepping.clear()
+            if not over:  # cancelled, or no process
+                await self._end_process()
             device.send(ipc.ImageMade(spec.key, error))
 
-    async def _run(self, spec: EngineSpec) -> str:
-        """Run the process. Returns the reason if there is no image at the end, else an empty string."""
-        settings = self._settings
-        reads, writes = os.pipe()
-        try:
-            fds = [self._host_cache, self._stepping_fd, writes]
-            began = ImageBegan(spec, int(settings.device_memory), int(settings.host_cache), *fds)
-            process = await _started(IMAGING, began.arguments(), settings, fds, self._forks)
-            hangs = await self._watched(process)
-            os.set_blocking(reads, False)
-            with contextlib.suppress(BlockingIOError):
-                return msgspec.json.decode(os.read(reads, SAID_MOST), type=ImageSaid).error
-            return hangs or f"the process that made its image ended with {_ending(process.returncode)}"
-        finally:
-            os.close(reads)
-            os.close(writes)
+    async def made(self, spec: EngineSpec) -> str:
+        """Have the process make an image. Returns the reason if there is no image at the end, else an empty string.
 
-    async def _watched(self, process: asyncio.subprocess.Process | ForkedProcess) -> str:
-        """Wait for the end of the process. Returns the reason if the process was ended for a hang, else empty."""
-        watchdog, reason = Watchdog(self.stepping, self._settings.hang_s, self._settings.build_hang_s), ""
+        Raises OSError if no process can be started."""
+        if self._idle is not None:
+            self._idle.cancel()
+        orders = self._socket if self._socket is not None and self._runs() else await self._start()
+        loop = asyncio.get_running_loop()
+        watching = asyncio.create_task(self._watch())
         try:
-            while process.returncode is None:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(process.wait()), watchdog.period_s)
-                if process.returncode is None and (hangs := watchdog.look(False, time.monotonic())):
-                    reason = hangs
-                    process.kill()
+            orders.send(msgspec.json.encode(spec))
+            packet = await loop.sock_recv(orders, PACKET_MOST)
+        except ConnectionError:
+            packet = b""
         finally:
-            if process.returncode is None:
+            hangs = watching.result() if watching.done() else ""
+            await ended(watching)
+        if packet:
+            self._idle = loop.call_later(IMAGING_IDLE_S, self._hang_up)
+            return msgspec.json.decode(packet, type=ImageSaid).error
+        code = await self._end_process()
+        return hangs or f"the process that made its image ended with {_ending(code)}"
+
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def _start(self) -> socket.socket:
+        await self._end_process()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        settings = self._settings
+        with theirs:
+            fds = [self._host_cache, self._stepping_fd, theirs.fileno()]
+            began = ImageBegan(int(settings.device_memory), int(settings.host_cache), *fds)
+            self._socket = ours
+            self._process = await _started(IMAGING, began.arguments(), settings, fds, self._forks)
+        return ours
+
+    async def _watch(self) -> str:
+        """Watch the process, and kill the process if the process hangs. Returns the reason then, and never before."""
+        watchdog = Watchdog(self.stepping, self._settings.hang_s, self._settings.build_hang_s)
+        while (hangs := watchdog.look(False, time.monotonic())) is None:
+            await asyncio.sleep(watchdog.period_s)
+        if self._process is not None and self._runs():
+            self._process.kill()
+        return hangs
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
+            self._socket.close()  # the process ends by itself
+        self._socket = None
+
+    async def _end_process(self) -> int | None:
+        """End the process, if any. Returns the exit code once the process is gone."""
+        process, self._process = self._process, None
+        if self._idle is not None:
+            self._idle.cancel()
+        if process is None:
+            return None
+        self._hang_up()
+        if process.returncode is None:
+            with contextlib.suppress(TimeoutError):  # a process that crashed says how
+                await asyncio.wait_for(asyncio.shield(process.wait()), ENDING_S)
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
                 process.kill()
-                await process.wait()
-        return reason
+        self.stepping.clear()
+        return await process.wait()
 
 
 async def _started(
