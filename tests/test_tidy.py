@@ -92,6 +92,7 @@ HOMES = {
     "torch": r"runtime/engine/\w+\.py|gateway/vllm/\w+\.py",
     "xgrammar": r"runtime/engine/\w+\.py",
     "cupy": r"runtime/memory/kernels\.py",
+    "greenlet": r"runtime/slices\.py",
     "opentelemetry": r"store/telemetry/tracing\.py",
     "fastapi": r"gateway/vllm/\w+\.py",
     "jinja2": r"gateway/vllm/\w+\.py",
