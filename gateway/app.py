@@ -35,7 +35,8 @@ from gateway.ops.health import Health
 from gateway.streams.pulse import Pulse
 from gateway.streams.relay import Relay
 from gateway.streams.runtimes import RuntimesView
-from gateway.vllm.front import Deps, Fronts, known, reasoning_parsers, tool_parsers
+from gateway.vllm.bus_core import Deps
+from gateway.vllm.front import Fronts, known, reasoning_parsers, tool_parsers
 from store.bus import Bus, BusError
 from store.contract import grants
 from store.db.database import Database, DatabaseError

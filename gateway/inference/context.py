@@ -14,6 +14,7 @@ from typing import Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
+from gateway.core.way import VLLM, ChatAsk, CompletionAsk
 from gateway.http.auth import Caller, Target
 from gateway.http.errors import Problem
 from gateway.inference.admission import Admission
@@ -48,6 +49,7 @@ class RequestContext:
     arrived_at: float = field(init=False)  # the request was read and parsed: its objective counts from here
     deadline: float = field(init=False)  # latest time for a runtime to take the request
     timed: bool = field(init=False)  # the client wants to read at the end of a stream where the time went
+    ask: ChatAsk | CompletionAsk | None = None  # None: only vLLM's handlers can answer
 
     # Set by `opened`; a request that generates nothing has none of these.
     call: MeteredCall = field(init=False)
@@ -56,6 +58,7 @@ class RequestContext:
     admission: Admission | None = None  # None: the tenant has no limits
 
     # The answer.
+    way: str = VLLM  # the way that the request took
     refused: Problem | None = None  # the client's answer instead of vLLM's words
     failure: Problem | None = None  # error that ended a stream; vLLM's words for Anthropic's clients lose the error
     streaming: bool = False

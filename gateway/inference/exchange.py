@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from starlette.requests import Request
 from starlette.types import Message, Send
 
+from gateway.core.way import VLLM
 from gateway.http.limits import CLOSING
 from gateway.http.vllm_errors import Wording
 from gateway.inference.context import ModelFront, RequestContext
@@ -59,7 +60,8 @@ class Exchange:
         finally:
             # vLLM runs some handlers in separate tasks. Only the news that the client left ends the tasks.
             self._gone.set()
-            await asyncio.wait([answering], timeout=LEAVING_S)
+            if context.way == VLLM:
+                await asyncio.wait([answering], timeout=LEAVING_S)
             for task in (answering, *waiting):
                 task.cancel()
             await asyncio.gather(answering, *waiting, return_exceptions=True)

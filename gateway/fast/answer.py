@@ -1,0 +1,131 @@
+"""The answers of one request on the fast way: deltas become text as the deltas come, and a task sends what waits.
+
+Text is made where the deltas arrive, so a stop string ends the work of a device even while the client reads slowly.
+What the client has not taken yet waits as one piece for each answer: a slow reader makes pieces longer, not more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gateway.fast.text import TextDecoder
+from store.contract.wire import Delta, Finish
+
+FINISHES = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort", Finish.REPETITION: "repetition"}
+
+
+class AnswerFailed(Exception):
+    """No runtime could answer to the end. `refused`: the client is at fault."""
+
+    def __init__(self, error: str, refused: bool) -> None:
+        super().__init__(error)
+        self.refused = refused
+
+
+@dataclass(slots=True)
+class Piece:
+    """Text of an answer that waits to be sent. `finish` is set on the last piece."""
+
+    index: int
+    text: str
+    tokens: int
+    finish: str | None = None
+    stop: int | str | None = None
+
+
+class Answers:
+    """The answers of a request: one for each of `n`."""
+
+    def __init__(self, decoders: list[TextDecoder], whole: bool, end: Callable[[int], None]) -> None:
+        """`whole`: nothing is sent before the end. `end` is called with the index of an answer that a stop string
+        ended: the engine need not go on."""
+        self._decoders, self._whole, self._end = decoders, whole, end
+        self._pieces: dict[int, Piece] = {}  # by index
+        self._ready = asyncio.Event()
+        self._failure: AnswerFailed | None = None
+        self._open = set(range(len(decoders)))
+        self._found: dict[int, tuple[int, int]] = {}  # by index, until the end: prompt tokens found cached, and written
+        self.cached_tokens = self.written_tokens = 0
+        self._counted = False
+
+    @property
+    def count(self) -> int:
+        return len(self._decoders)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come; what waits may not be sent yet."""
+        return not self._open
+
+    def listener(self, index: int) -> AnswerListener:
+        return AnswerListener(self, index)
+
+    def made(self, index: int, delta: Delta) -> None:
+        """Take a delta of answer `index`."""
+        if index not in self._open:
+            return  # the engine went on for some steps after a stop string
+        if delta.at == 0:
+            self._found[index] = (delta.cached_tokens, delta.written_tokens)
+        decoder = self._decoders[index]
+        stop, kept = decoder.update(delta.tokens, delta.finish is Finish.STOP)
+        finish, reason = (None, None) if delta.finish is None else (FINISHES[delta.finish], delta.stop_reason)
+        if stop is not None:
+            finish, reason = "stop", stop
+            if delta.finish is None:
+                self._end(index)
+        if finish is not None:
+            self._open.discard(index)
+        if self._whole and finish is None:
+            return
+        self._count_found(index)
+        self._add(index, decoder.take(finish is not None), kept, finish, reason)
+        if not (self._whole and self._open):
+            self._ready.set()
+
+    def _count_found(self, index: int) -> None:
+        """Note the prompt's tokens found in a cache: as said by the first answer of a stream, or by the last to end."""
+        if self._whole or not self._counted:
+            self._counted = True
+            self.cached_tokens, self.written_tokens = self._found.get(index, (0, 0))
+
+    def _add(self, index: int, text: str, tokens: int, finish: str | None, stop: int | str | None) -> None:
+        piece = self._pieces.get(index)
+        if piece is None:
+            tokens = self._decoders[index].tokens if self._whole else tokens
+            self._pieces[index] = Piece(index, text, tokens, finish, stop)
+            return
+        piece.text += text
+        piece.tokens += tokens
+        piece.finish, piece.stop = finish, stop
+
+    def failed(self, error: str, refused: bool) -> None:
+        """Note that an answer came to no end: the request fails, and what waits is not sent."""
+        self._failure = AnswerFailed(error, refused)
+        self._ready.set()
+
+    async def waiting(self) -> list[Piece]:
+        """Return the pieces that wait, when some wait. Raises AnswerFailed."""
+        await self._ready.wait()
+        self._ready.clear()
+        if self._failure is not None:
+            raise self._failure
+        pieces = list(self._pieces.values())
+        self._pieces = {}
+        return pieces
+
+
+class AnswerListener:
+    """Hears the deltas of one answer."""
+
+    __slots__ = ("_answers", "_index")
+
+    def __init__(self, answers: Answers, index: int) -> None:
+        self._answers, self._index = answers, index
+
+    def made(self, delta: Delta) -> None:
+        self._answers.made(self._index, delta)
+
+    def failed(self, error: str, refused: bool) -> None:
+        self._answers.failed(error, refused)
