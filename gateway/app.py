@@ -88,7 +88,11 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
         control = ControlPlane(database, auth, fleet, engines, Sources.of(settings), metrics, recent)
         quotas = Quotas(bus, database, gateway_id)
         bounds = Bounds(
-            settings.body_limit_bytes, settings.body_deadline_s, settings.hold_deadline_s, settings.extent()
+            settings.body_limit_bytes,
+            settings.body_deadline_s,
+            settings.hold_deadline_s,
+            settings.extent(),
+            settings.fast_way,
         )
         fronts = Fronts(Deps(relay, fleet, gateway_id, settings.resume_deadline_s))
         reserve = Reserve(settings.kept_in, settings.disk_reserve)

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-FAST, VLLM = "fast", "vllm"
-WAYS = (FAST, VLLM)
+from store.contract.series import WAYS
+
+FAST, VLLM = WAYS
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 JSON = "application/json"
 # Headers that vLLM's handlers read and the fast way does not.

@@ -159,7 +159,7 @@ class ResponseWriter:
     def _timing(self) -> str:
         """Where the time went up to now, as `server-timing` text; empty before a runtime was asked."""
         timing = self._context.timing
-        return server_timing(timing.breakdown(time.monotonic())) if timing else ""
+        return server_timing(timing.breakdown(time.monotonic()), self._context.way) if timing else ""
 
     async def _out(self, body: bytes, more: bool) -> None:
         self._sending_since = time.monotonic()

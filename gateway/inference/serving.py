@@ -207,6 +207,7 @@ class RequestServing:
             ("prompt", "cached", "output"), (call.prompt_tokens, call.cached_tokens, call.output_tokens), strict=True
         ):
             tally.tokens(kind, tokens)
+        self.metrics.took(context.way)
         if answer.started and finish in ("cancelled", "error", "refused"):
             self.metrics.aborted("client" if finish == "cancelled" else "platform")
 

@@ -23,7 +23,7 @@ from tests.gateway.vllm.tokenisers import MAKERS, MARK, write_tokeniser
 from tests.gateway.vllm.ways import BothWays, Script, Step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM and torch, imported by the front
-FEW, MANY = 60, 1000  # requests for each tokeniser
+FEW, MANY = 80, 1000  # requests for each tokeniser
 FAST_SHARE_MIN = 0.7
 TAKEN: Counter[str] = Counter()  # requests by way
 
