@@ -1,7 +1,7 @@
-"""The answers of one request on the fast way: deltas become text as the deltas come, and a task sends what waits.
+"""The answers of a request on the fast way: deltas become text as the deltas come, and a task sends waiting text.
 
-Text is made where the deltas arrive, so a stop string ends the work of a device even while the client reads slowly.
-What the client has not taken yet waits as one piece for each answer: a slow reader makes pieces longer, not more.
+Text is made where the deltas arrive: a stop string ends the work of a device even while the client reads slowly.
+Waiting text of an answer is a single piece: a slow reader makes pieces longer, not more.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class AnswerFailed(Exception):
 
 
 @dataclass(slots=True)
-class Piece:
-    """Text of an answer that waits to be sent. `finish` is set on the last piece."""
+class TextPiece:
+    """Waiting text of an answer. `finish` is set on the last piece."""
 
     index: int
     text: str
@@ -36,13 +36,13 @@ class Piece:
 
 
 class Answers:
-    """The answers of a request: one for each of `n`."""
+    """The answers of a request, `n` in number."""
 
     def __init__(self, decoders: list[TextDecoder], whole: bool, end: Callable[[int], None]) -> None:
-        """`whole`: nothing is sent before the end. `end` is called with the index of an answer that a stop string
-        ended: the engine need not go on."""
+        """`whole`: the client gets all text at the end. `end` is called with the index of an answer ended by a stop
+        string: the engine need not go on."""
         self._decoders, self._whole, self._end = decoders, whole, end
-        self._pieces: dict[int, Piece] = {}  # by index
+        self._pieces: dict[int, TextPiece] = {}  # by index
         self._ready = asyncio.Event()
         self._failure: AnswerFailed | None = None
         self._open = set(range(len(decoders)))
@@ -56,7 +56,7 @@ class Answers:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come; what waits may not be sent yet."""
+        """Whether no further token will come. The last pieces may still wait."""
         return not self._open
 
     def listener(self, index: int) -> AnswerListener:
@@ -94,19 +94,19 @@ class Answers:
         piece = self._pieces.get(index)
         if piece is None:
             tokens = self._decoders[index].tokens if self._whole else tokens
-            self._pieces[index] = Piece(index, text, tokens, finish, stop)
+            self._pieces[index] = TextPiece(index, text, tokens, finish, stop)
             return
         piece.text += text
         piece.tokens += tokens
         piece.finish, piece.stop = finish, stop
 
     def failed(self, error: str, refused: bool) -> None:
-        """Note that an answer came to no end: the request fails, and what waits is not sent."""
+        """Note the failure of an answer: the request fails, and waiting pieces are not sent."""
         self._failure = AnswerFailed(error, refused)
         self._ready.set()
 
-    async def waiting(self) -> list[Piece]:
-        """Return the pieces that wait, when some wait. Raises AnswerFailed."""
+    async def waiting(self) -> list[TextPiece]:
+        """Return the waiting pieces, at least a piece. Raises AnswerFailed."""
         await self._ready.wait()
         self._ready.clear()
         if self._failure is not None:
@@ -117,7 +117,7 @@ class Answers:
 
 
 class AnswerListener:
-    """Hears the deltas of one answer."""
+    """Hears the deltas of an answer."""
 
     __slots__ = ("_answers", "_index")
 

@@ -1,4 +1,4 @@
-"""Sends the answers of a request on the fast way: one write for all that waits, and errors in vLLM's form."""
+"""Sends the answers of a request on the fast way: a single write for all waiting pieces, and errors in vLLM's form."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Awaitable
 
 from starlette.types import Send
 
-from gateway.fast.answer import Answers, Piece
+from gateway.fast.answer import Answers, TextPiece
 from gateway.fast.chunks import DONE, StreamEvents
 from gateway.inference.context import RequestContext
 
@@ -22,9 +22,9 @@ async def send_stream(
     includes_usage: bool,
     submitting: Awaitable[None],
 ) -> None:
-    """Send a stream to its end. `submitting` gives the request to runtimes, after the head is on its way.
+    """Send a stream to the end. `submitting` gives the request to runtimes, after the head of the response was sent.
 
-    Raises AnswerFailed, and what `submitting` raises.
+    Raises AnswerFailed, and the errors of `submitting`.
     """
     await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
     await submitting
@@ -54,14 +54,14 @@ async def send_stream(
             return
 
 
-def _event(events: StreamEvents, piece: Piece, tokens: int, of_all: bool) -> bytes:
+def _event(events: StreamEvents, piece: TextPiece, tokens: int, of_all: bool) -> bytes:
     if piece.finish is None:
         return events.piece(piece.index, piece.text, tokens)
     return events.last(piece.index, piece.text, tokens, piece.finish, piece.stop, of_all)
 
 
 async def send_failure(send: Send, streamed: bool, status: int, error: bytes) -> None:
-    """Send an error. `error`: JSON in vLLM's form. A stream has its head already."""
+    """Send an error. `error`: JSON in vLLM's form. The head of a stream was sent before."""
     if streamed:
         await send({"type": "http.response.body", "body": b"data: " + error + b"\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

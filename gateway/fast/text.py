@@ -1,6 +1,6 @@
 """Tokens to text, as the tokens come: the tokeniser library's own incremental decoder, and stop strings.
 
-The text is to the letter what vLLM's detokeniser makes of the same deltas; a differential test compares both.
+The text equals the text of vLLM's detokeniser to the letter; a differential test compares both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TAILS = (64, 512)  # lengths of tails, in tokens
 
 @dataclass(frozen=True)
 class TextStyle:
-    """What a client wants of the text."""
+    """The client's wishes for the text."""
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
@@ -29,9 +29,9 @@ class TextStyle:
 
 
 def primer(tokenizer: Tokenizer, prompt: list[int], skip_special_tokens: bool) -> list[int]:
-    """Return the tokens of a prompt that a decoder must know: all, or the tail of a long prompt.
+    """Return the tokens with which a decoder begins: the whole prompt, or the tail of a long prompt.
 
-    A decoder decodes the tokens given at its first step, which is on the event loop. A tail is as good as the prompt if
+    A decoder decodes these tokens at the first step, on the event loop. A tail is as good as the prompt if
     the tail's text is the end of the prompt's text. The function itself takes long for long prompts.
     """
     if len(prompt) <= PRIMED_MOST:
@@ -46,7 +46,7 @@ def primer(tokenizer: Tokenizer, prompt: list[int], skip_special_tokens: bool) -
 
 
 class TextDecoder:
-    """The text of one answer."""
+    """The text of an answer."""
 
     __slots__ = (
         "_tokenizer",
@@ -144,7 +144,7 @@ class TextDecoder:
 
 
 def _first_stop(text: str, new: int, stops: tuple[str, ...]) -> tuple[str, int] | None:
-    """Return the stop string that ends first in the last `new` characters of the text, and the offset of its end."""
+    """Return the stop string with the first end in the last `new` characters of the text, and the offset of the end."""
     if not new:
         return None
     best, best_end = None, sys.maxsize

@@ -21,7 +21,7 @@ from vllm.entrypoints.openai.completion.protocol import (
 )
 from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
 
-from gateway.fast.answer import Piece
+from gateway.fast.answer import TextPiece
 from gateway.fast.chunks import NUMBERS, EventTemplates, Template, text_mark
 
 _CREATED, _INDEX = NUMBERS["created"], NUMBERS["index"]
@@ -30,7 +30,7 @@ _COUNTS: dict[str, Any] = {name: NUMBERS[name] for name in ("prompt_tokens", "co
 
 
 def chat_templates(role: str, fingerprint: str | None, usage_in_each: bool) -> EventTemplates:
-    """Return the events of a streamed chat. `usage_in_each`: each event has the usage so far."""
+    """Return the events of a streamed chat. `usage_in_each`: every event tells the usage up to the event."""
 
     def event(choice: dict[str, Any], delta: dict[str, Any], more: dict[str, Any], stamped: bool = False) -> Template:
         said = ChatCompletionResponseStreamChoice(index=_INDEX, delta=DeltaMessage(**delta), logprobs=None, **choice)
@@ -70,7 +70,7 @@ def chat_templates(role: str, fingerprint: str | None, usage_in_each: bool) -> E
 
 
 def completion_templates(fingerprint: str | None, usage_in_each: bool) -> EventTemplates:
-    """Return the events of a streamed completion. `usage_in_each`: each event has the usage so far."""
+    """Return the events of a streamed completion. `usage_in_each`: every event tells the usage up to the event."""
 
     def event(finish: str | None, stop: str | None, stamped: bool = False) -> Template:
         said = CompletionResponseStreamChoice(
@@ -105,9 +105,9 @@ def completion_templates(fingerprint: str | None, usage_in_each: bool) -> EventT
 
 
 def whole_chat(
-    head: dict[str, Any], role: str, fingerprint: str | None, pieces: list[Piece], usage: UsageInfo
+    head: dict[str, Any], role: str, fingerprint: str | None, pieces: list[TextPiece], usage: UsageInfo
 ) -> JSONResponse:
-    """Return a chat's answer in one piece. `head`: id, created and model."""
+    """Return an unstreamed chat. `head`: id, created and model."""
     choices = [
         ChatCompletionResponseChoice(
             index=piece.index,
@@ -123,9 +123,9 @@ def whole_chat(
 
 
 def whole_completion(
-    head: dict[str, Any], fingerprint: str | None, pieces: list[Piece], usage: UsageInfo
+    head: dict[str, Any], fingerprint: str | None, pieces: list[TextPiece], usage: UsageInfo
 ) -> JSONResponse:
-    """Return a completion's answer in one piece. `head`: id, created and model."""
+    """Return an unstreamed completion. `head`: id, created and model."""
     choices = [
         CompletionResponseChoice(
             index=piece.index, text=piece.text, logprobs=None, finish_reason=piece.finish, stop_reason=piece.stop
@@ -137,7 +137,7 @@ def whole_completion(
 
 
 def usage_of(prompt_tokens: int, output_tokens: int, cached_tokens: int, written_tokens: int | None) -> UsageInfo:
-    """Return the usage of an answer in one piece. `written_tokens`: None for completions, which do not say."""
+    """Return the usage of an unstreamed answer. `written_tokens`: None for completions."""
     usage = UsageInfo(
         prompt_tokens=prompt_tokens, completion_tokens=output_tokens, total_tokens=prompt_tokens + output_tokens
     )

@@ -1,8 +1,8 @@
-"""The fast way of a front: what vLLM's handlers do for a request, without the handlers.
+"""The fast way of a front: does the work of vLLM's handlers for a request, without the handlers.
 
-The prompt is rendered and tokenised, and vLLM's own classes make the sampling parameters, in a thread at which tenants
-take turns. Streams are written by `gateway/fast`. A request that can't be prepared so goes to vLLM's handlers, which
-answer every error of a client in vLLM's words.
+In a thread at which tenants take turns, the prompt is rendered and tokenised, and vLLM's own classes make the sampling
+parameters. `gateway/fast` writes the stream. A request with a fault goes to vLLM's handlers: the client reads the error
+in vLLM's words.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PreparedAsk:
 
 
 class FastFront:
-    """Answers requests of one engine spec the fast way."""
+    """Answers requests for an engine spec the fast way."""
 
     def __init__(self, llm: BusLLM, core: BusCore, state: State) -> None:
         self._llm, self._core, self._state = llm, core, state
@@ -99,9 +99,9 @@ class FastFront:
     # ── the answer ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def answered(self, context: RequestContext, send: Send) -> bool:
-        """Answer a request. Returns False if vLLM's handlers must answer: nothing was sent then.
+        """Answer a request. Returns False, with no byte sent, if vLLM's handlers must answer.
 
-        The caller has set CONTEXT, and runs this coroutine in a task of its own.
+        The caller has set CONTEXT, and runs the coroutine in a separate task.
         """
         ask = context.ask
         if ask is None or (isinstance(ask, ChatAsk) and not self._chats):
@@ -115,7 +115,7 @@ class FastFront:
             context.refused = template_busy()
             await send_failure(send, False, 503, b"")
             return True
-        except Exception as error:  # of the client, or of a full queue: vLLM's handlers say so in vLLM's words
+        except Exception as error:  # faults of the client, or a full queue: vLLM's handlers answer in vLLM's words
             log.debug("fast.not_prepared", error=type(error).__name__)
             return False
         context.way = FAST
@@ -193,7 +193,7 @@ class FastFront:
     # ── in a thread of the front ──────────────────────────────────────────────────────────────────────────────────────
 
     def _prepared(self, ask: Ask, request_id: str) -> PreparedAsk:
-        """Render, tokenise, and make what the engine takes. Raises NotFast, and vLLM's exceptions for a bad request."""
+        """Render, tokenise, and make the engine's request. Raises NotFast, and vLLM's exceptions for a bad request."""
         fields = sampling_fields(ask)
         if isinstance(ask, ChatAsk):
             name = part = f"chatcmpl-{request_id}"
@@ -202,7 +202,7 @@ class FastFront:
             most = request.max_tokens if most is None else most
             tokens = self._tokens(self._rendered(ask), special=False)
         else:
-            if fields.get("max_tokens") is None:  # no default of vLLM's class, for the field is there
+            if fields.get("max_tokens") is None:  # vLLM's class has a default for a missing field alone
                 fields.pop("max_tokens", None)
             name = f"cmpl-{request_id}"
             part = f"{name}-0"
@@ -239,7 +239,8 @@ class FastFront:
     def _tokens(self, text: str, special: bool) -> list[int]:
         """Return the tokens of a text. `special`: with the tokens that the tokeniser puts around a text.
 
-        The tokenizer library lets other threads go on while it tokenises a batch, and not while it tokenises a text.
+        The loop goes on during `encode_batch_fast`: the library gives the interpreter free for batches, and for single
+        texts not.
         """
         if len(text) > self._characters_most:
             raise NotFast
@@ -248,7 +249,7 @@ class FastFront:
 
 
 def template_busy() -> Problem:
-    """Return the Problem of a request that got no thread of the front in time."""
+    """Return the Problem of a request without a thread of the front in time."""
     detail = (
         f"the model's chat template was busy with other requests for {RENDER_WAIT_S} s: come again, or let it loop less"
     )
@@ -256,7 +257,7 @@ def template_busy() -> Problem:
 
 
 def _chat_params(state: State) -> ChatParams:
-    """What vLLM's handlers give to the template, beside the messages, for a request without a wish of its own."""
+    """Parameters that vLLM's handlers give to the template for a request without wishes for the template."""
     renderer = state.online_renderer
     asked = ChatCompletionRequest.model_construct()
     params = asked.build_chat_params(renderer.chat_template, renderer.chat_template_content_format)

@@ -1,7 +1,7 @@
-"""The fast way and vLLM's handlers answer alike: the same bytes but for times, the same usage, the same errors.
+"""The fast way and vLLM's handlers answer alike: equal bytes but for times, equal usage, equal errors.
 
-Hypothesis makes bodies of requests and what an engine does with the requests; both ways of one front get both. A
-request that the fast way leaves to vLLM's handlers is no difference, so the share of the fast way is counted as well.
+Hypothesis makes bodies of requests and the deeds of an engine; both ways of a front get both. The fast way may leave a
+request to vLLM's handlers, and the share of the fast way is counted.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ STREAMS: st.SearchStrategy[dict[str, Any]] = st.one_of(
         st.one_of(NONE, BOOLS),
     ),
 )
-# Fields and values that the fast way leaves to vLLM's handlers: some of them errors of the client.
+# Fields and values left to vLLM's handlers by the fast way: many are errors of the client.
 ODD: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
     [
         {"temperature": 9},
@@ -128,7 +128,7 @@ TOKENS = st.lists(st.one_of(st.integers(0, 310), st.integers(0, 767), st.just(10
 
 @st.composite
 def scripts(draw: st.DrawFn, answers: int) -> Script:
-    """What an engine does with a request of some answers."""
+    """The deeds of an engine for a request of some answers."""
     steps = draw(
         st.lists(st.builds(Step, st.dictionaries(st.integers(0, answers - 1), TOKENS, min_size=1), BOOLS), max_size=8)
     )

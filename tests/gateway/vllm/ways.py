@@ -1,4 +1,4 @@
-"""One front, asked both ways: a scripted runtime gives the same tokens to the fast way and to vLLM's handlers."""
+"""A front, asked both ways: a scripted runtime gives equal tokens to the fast way and to vLLM's handlers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from store.contract.wire import Delta, EngineSpec, Finish
 from tests.gateway.inference.test_response import TALLY, Counted
 from tests.store.test_bus import usage
 
-TURNS = 40  # of the loop: after so many turns nothing moves any more
+TURNS = 40  # turns of the loop until every task has come to rest
 ID = "019"  # of every request
 _TIMES = re.compile(rb'"created":\d+')
 
@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Script:
-    """What a runtime does with a request."""
+    """The deeds of a runtime for a request."""
 
     steps: tuple[Step, ...]
     finish: Finish = Finish.LENGTH
@@ -140,14 +140,14 @@ class OneRuntime:
 
 
 async def still() -> None:
-    """Return when the tasks of the loop have nothing to do any more."""
+    """Return when the tasks of the loop have come to rest."""
     for _ in range(TURNS):
         await asyncio.sleep(0)
 
 
 @dataclass(frozen=True)
 class Said:
-    """What became of a request."""
+    """The answer to a request, and the traces that the request left."""
 
     way: str
     status: int
@@ -158,7 +158,7 @@ class Said:
     finish: str
     complete: bool
     left: frozenset[int]  # answers that the engine was told to end
-    asked: tuple[Any, ...]  # what the runtime got, without ids and times
+    asked: tuple[Any, ...]  # requests at the runtime, without ids and times
 
 
 class BothWays:
