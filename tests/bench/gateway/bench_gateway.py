@@ -75,6 +75,7 @@ def ours(model: Path, folder: Path, environment: dict[str, str]) -> Iterator[Sid
     from tests.conftest import free_port
 
     settings = {"STACCATO_THREADS": "1", "STACCATO_DEVICE_MEMORY": str(8 * KV_BYTES), **environment}
+    folder.mkdir()
     platform = Platform(folder / "data", free_port(), settings)
     try:
         platform.start()
@@ -84,8 +85,7 @@ def ours(model: Path, folder: Path, environment: dict[str, str]) -> Iterator[Sid
         assert deployment["status"]["phase"] == "awake", deployment
         assert platform.process is not None
         gateway = platform.child("gateway.app")
-        tree = psutil.Process(platform.process.pid)
-        yield Side(platform.port, key, gateway, [p for p in tree.children(recursive=True) if p != gateway])
+        yield Side(platform.port, key, gateway, [process for process in platform.everyone() if process != gateway])
     finally:
         platform.stop()
 

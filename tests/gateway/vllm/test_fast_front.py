@@ -137,9 +137,9 @@ def scripts(draw: st.DrawFn, answers: int) -> Script:
     finish = draw(st.sampled_from([Finish.LENGTH, Finish.LENGTH, Finish.STOP, Finish.ABORT, Finish.REPETITION]))
     reason = draw(st.sampled_from([None, 7])) if finish is Finish.STOP else None
     fault = draw(st.integers(0, 19))
-    if fault == 0:
+    if fault == 18:
         return replace(script, refusal="the runtime takes no such request")
-    if fault == 1:
+    if fault in (9, 19):
         return replace(script, error="the engine failed", refused=draw(BOOLS))
     return replace(script, finish=finish, stop_reason=reason)
 
