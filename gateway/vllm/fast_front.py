@@ -46,6 +46,8 @@ from gateway.vllm.bus_core import BusCore, BusLLM, failed
 log = structlog.get_logger()
 
 Ask = ChatAsk | CompletionAsk
+# Requests without a field of the client. A copy takes 1 % of the time of a request made anew.
+CHAT_OF_DEFAULTS, COMPLETION_OF_DEFAULTS = ChatCompletionRequest.model_construct(), CompletionRequest.model_construct()
 
 
 class NotFast(Exception):
@@ -197,7 +199,7 @@ class FastFront:
         fields = sampling_fields(ask)
         if isinstance(ask, ChatAsk):
             name = part = f"chatcmpl-{request_id}"
-            request: Any = ChatCompletionRequest.model_construct(**fields)
+            request: Any = CHAT_OF_DEFAULTS.model_copy(update=fields)
             serving, most = self._state.openai_serving_chat, request.max_completion_tokens
             most = request.max_tokens if most is None else most
             tokens = self._tokens(self._rendered(ask), special=False)
@@ -206,7 +208,7 @@ class FastFront:
                 fields.pop("max_tokens", None)
             name = f"cmpl-{request_id}"
             part = f"{name}-0"
-            request = CompletionRequest.model_construct(**fields)
+            request = COMPLETION_OF_DEFAULTS.model_copy(update=fields)
             serving, most = self._state.openai_serving_completion, request.max_tokens
             tokens = self._tokens(ask.prompt, special=True) if isinstance(ask.prompt, str) else ask.prompt
         request.build_tok_params(self._model)  # checks the number of tokens asked for
