@@ -109,7 +109,7 @@ CONTEXT: ContextVar[RequestContext] = ContextVar("context")
 
 
 class ModelFront(Protocol):
-    """Answers requests for one engine spec: vLLM's front half, in gateway/vllm/front.py."""
+    """Answers requests for one engine spec: the fast way and vLLM's front half, in gateway/vllm/front.py."""
 
     async def handle(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request. The caller runs this coroutine in a task of its own: CONTEXT is a context variable."""

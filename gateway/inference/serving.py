@@ -1,6 +1,6 @@
 """One request while it is served: let in by the tenant's limits, held until a runtime can take it, answered, metered.
 
-Below this file vLLM's front half answers: `gateway/vllm/front.py` hands the prompt to `gateway/streams/dispatch.py`,
+Below this file a front answers: `gateway/vllm/bus_core.py` hands the prompt to `gateway/streams/dispatch.py`,
 and `ResponseWriter` counts each piece in the request's slot of the journal as the piece goes to the socket.
 """
 
