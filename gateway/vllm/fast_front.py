@@ -54,6 +54,13 @@ class NotFast(Exception):
     """The fast way can't prepare the request: vLLM's handlers answer."""
 
 
+class NotRendered(Exception):
+    """The template refused the chat, or did not end. The cause is vLLM's exception.
+
+    vLLM's handlers would render the chat again, and hold a thread of the front for as long.
+    """
+
+
 @dataclass(frozen=True)
 class PreparedAsk:
     """A request as runtimes take the request: an engine request for each answer."""
@@ -116,6 +123,11 @@ class FastFront:
         except TimeoutError:
             context.refused = template_busy()
             await send_failure(send, False, 503, b"")
+            return True
+        except NotRendered as error:
+            assert isinstance(error.__cause__, VLLMValidationError)
+            context.way = FAST
+            await send_failure(send, False, 400, _error(error.__cause__))
             return True
         except Exception as error:  # faults of the client, or a full queue: vLLM's handlers answer in vLLM's words
             log.debug("fast.not_prepared", error=type(error).__name__)
@@ -182,8 +194,7 @@ class FastFront:
         """Tell the client an error, as vLLM's handlers would."""
         status = int(getattr(error, "http_status", 400))
         context.failure = unavailable(status, str(error))
-        said = msgspec.json.encode(create_error_response(error).model_dump())
-        await send_failure(send, bool(ask.stream), status, said)
+        await send_failure(send, bool(ask.stream), status, _error(error))
 
     def _made_templates(self, chat: bool, usage_in_each: bool) -> EventTemplates:
         if chat:
@@ -232,7 +243,10 @@ class FastFront:
         return PreparedAsk(name, _each(asked), len(tokens), first, style)
 
     def _rendered(self, ask: ChatAsk) -> str:
-        _, prompt = self._llm.renderer.render_messages(msgspec.to_builtins(ask.messages), self._chat_params)
+        try:
+            _, prompt = self._llm.renderer.render_messages(msgspec.to_builtins(ask.messages), self._chat_params)
+        except VLLMValidationError as error:
+            raise NotRendered from error
         text = prompt.get("prompt")
         if not isinstance(text, str):
             raise NotFast
@@ -256,6 +270,11 @@ def template_busy() -> Problem:
         f"the model's chat template was busy with other requests for {RENDER_WAIT_S} s: come again, or let it loop less"
     )
     return Problem(503, "template_busy", detail, headers={"retry-after": "2"})
+
+
+def _error(error: Exception) -> bytes:
+    """Return the body of vLLM's answer to an error."""
+    return msgspec.json.encode(create_error_response(error).model_dump())
 
 
 def _chat_params(state: State) -> ChatParams:

@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 FAQ = ROOT / "deploy" / "demo" / "models" / "faq"
 VOCABULARY, CONTEXT = 700, 256
 BOS, EOS, UNKNOWN, MARK = "<s>", "</s>", "<unk>", "<|mark|>"
+REFUSING = "{% if 'hello' in messages[0]['content'] %}{{ raise_exception('no greetings here') }}{% endif %}"
 _LETTERS = [chr(code) for code in range(32, 127)]
 
 
@@ -29,7 +30,7 @@ def _wrapped(tokenizer: Tokenizer, **more: Any) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, unk_token=UNKNOWN, model_max_length=CONTEXT, **more
     )
-    made.chat_template = CHAT_TEMPLATE
+    made.chat_template = REFUSING + CHAT_TEMPLATE
     return made
 
 
