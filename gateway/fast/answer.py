@@ -43,7 +43,7 @@ class Answers:
         string: the engine need not go on."""
         self._decoders, self._whole, self._end = decoders, whole, end
         self._pieces: dict[int, TextPiece] = {}  # by index
-        self._ready = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the task that sends
         self._failure: AnswerFailed | None = None
         self._open = set(range(len(decoders)))
         self._found: dict[int, tuple[int, int]] = {}  # by index, until the end: prompt tokens found cached, and written
@@ -82,7 +82,7 @@ class Answers:
         self._count_found(index)
         self._add(index, decoder.take(finish is not None), kept, finish, reason)
         if not (self._whole and self._open):
-            self._ready.set()
+            self._wake()
 
     def _count_found(self, index: int) -> None:
         """Note the prompt's tokens found in a cache: as said by the first answer of a stream, or by the last to end."""
@@ -103,16 +103,21 @@ class Answers:
     def failed(self, error: str, refused: bool) -> None:
         """Note the failure of an answer: the request fails, and waiting pieces are not sent."""
         self._failure = AnswerFailed(error, refused)
-        self._ready.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def waiting(self) -> list[TextPiece]:
         """Return the waiting pieces, at least a piece. Raises AnswerFailed."""
-        await self._ready.wait()
-        self._ready.clear()
+        while self._failure is None and (not self._pieces or (self._whole and self._open)):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if self._failure is not None:
             raise self._failure
-        pieces = list(self._pieces.values())
-        self._pieces = {}
+        pieces, self._pieces = list(self._pieces.values()), {}
         return pieces
 
 

@@ -29,7 +29,7 @@ async def send_stream(
     await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
     await submitting
     sent: dict[int, int] = {}  # tokens of each answer
-    begun = False
+    begun, writer = False, context.writer
     while True:
         pieces = await answers.waiting()
         said = []
@@ -49,7 +49,10 @@ async def send_stream(
             if includes_usage:
                 said.append(events.usage(sum(sent.values()), answers.cached_tokens, answers.written_tokens))
             said.append(DONE)
-        await send({"type": "http.response.body", "body": b"".join(said), "more_body": not ended})
+        if ended or writer is None:
+            await send({"type": "http.response.body", "body": b"".join(said), "more_body": not ended})
+        elif context.there():
+            await writer.piece(b"".join(said))
         if ended:
             return
 

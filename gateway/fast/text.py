@@ -85,6 +85,9 @@ class TextDecoder:
         shown = tokens[:-1] if stopped and not self._style.include_stop else tokens
         if not self._stops:
             self.tokens += len(tokens)
+            if len(shown) == 1 and not self._added:
+                self._text += self._step(shown[0]) or ""
+                return None, len(tokens)
             for token in shown:
                 self._text += self._decoded(token)
             return None, len(tokens)

@@ -8,6 +8,7 @@ vLLM calls reads the variable CONTEXT.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,6 +30,13 @@ from store.telemetry.tracing import Span, traceparent
 
 # Tenant of the request at hand; empty: the platform's own work. Turns at a front's threads go by tenant.
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
+
+
+class PieceWriter(Protocol):
+    """Sends pieces of a stream to the client."""
+
+    async def piece(self, body: bytes) -> None:
+        """Send a piece, neither an error nor the last."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +67,8 @@ class RequestContext:
 
     # The answer.
     way: str = VLLM  # the way that the request took
+    writer: PieceWriter | None = None  # takes pieces of a stream without ASGI's messages
+    there: Callable[[], bool] = lambda: True  # whether the client is still there
     refused: Problem | None = None  # the client's answer instead of vLLM's words
     failure: Problem | None = None  # error that ended a stream; vLLM's words for Anthropic's clients lose the error
     streaming: bool = False

@@ -44,10 +44,11 @@ class Exchange:
             """Send a message while the client is there. uvicorn drops messages between the loss of a connection and the
             news of the loss: dropped messages must not be counted."""
             nonlocal ended
-            if not (self._gone.is_set() or self._closing()):
+            if context.there():
                 await send(message)
                 ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
+        context.there = lambda: not (self._gone.is_set() or self._closing())
         answering = asyncio.create_task(front.handle(context, self._scope, self._replay, send_while_there))
         waiting = [asyncio.create_task(self._watch()), asyncio.create_task(patience)]
         try:

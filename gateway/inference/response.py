@@ -103,6 +103,19 @@ class ResponseWriter:
         if not self.failed:
             self._count()
 
+    async def piece(self, body: bytes) -> None:
+        """Send a piece of a stream, neither an error nor the last: the short way of `send` for each token."""
+        context = self._context
+        if context.refused is not None or self._dropping or (context.admission is not None and context.exhausted):
+            await self.send({"type": "http.response.body", "body": body, "more_body": True})
+            return
+        if not self.started:
+            await self._start()
+        self._sending_since = time.monotonic()
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        self._sending_since = None
+        self._count()
+
     async def _plain_error(self, problem: Problem) -> None:
         """Send an error that comes before the first token as a plain HTTP error with its status."""
         assert self._head is not None

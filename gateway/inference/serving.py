@@ -134,6 +134,7 @@ class RequestServing:
             "x-staccato-revision": str(target.revision),
         }
         answer = ResponseWriter(exchange.send, context, self.meter, headers, context.timed, exchange.wording(context))
+        context.writer = answer
         try:
             await self._metered(exchange, front, context, answer)
         finally:

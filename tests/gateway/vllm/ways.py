@@ -196,6 +196,7 @@ class BothWays:
         context.ask = fast_ask(path, request.headers, body) if fast else None
         wording = Wording(path, context.name, (self.spec.path, self.spec.key))
         answer = ResponseWriter(send, context, meter, {"x-staccato-cold": "none"}, False, wording)  # type: ignore[arg-type]
+        context.writer = answer
         exchange = Exchange(request, send, ID, path, body)
         async with asyncio.timeout(60):
             complete = await exchange.pass_on(
