@@ -35,7 +35,8 @@ from gateway.ops.health import Health
 from gateway.streams.pulse import Pulse
 from gateway.streams.relay import Relay
 from gateway.streams.runtimes import RuntimesView
-from gateway.vllm.front import Deps, Fronts, known, reasoning_parsers, tool_parsers
+from gateway.vllm.bus_core import Deps
+from gateway.vllm.front import Fronts, known, reasoning_parsers, tool_parsers
 from store.bus import Bus, BusError
 from store.contract import grants
 from store.db.database import Database, DatabaseError
@@ -87,7 +88,11 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
         control = ControlPlane(database, auth, fleet, engines, Sources.of(settings), metrics, recent)
         quotas = Quotas(bus, database, gateway_id)
         bounds = Bounds(
-            settings.body_limit_bytes, settings.body_deadline_s, settings.hold_deadline_s, settings.extent()
+            settings.body_limit_bytes,
+            settings.body_deadline_s,
+            settings.hold_deadline_s,
+            settings.extent(),
+            settings.fast_way,
         )
         fronts = Fronts(Deps(relay, fleet, gateway_id, settings.resume_deadline_s))
         reserve = Reserve(settings.kept_in, settings.disk_reserve)

@@ -81,6 +81,7 @@ class Settings(BaseSettings):
     policy: str = "slack"
     fork_server: bool = True  # fork the gateway and the device processes from a process that has imported vLLM
     fork_server_fd: int = -1  # inherited socket for orders to a fork server that runs already
+    fast_way: bool = True  # False: vLLM's own handlers answer every request
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     # Days for which the ledger keeps a request's stage times; 0: keeps none.
     request_days: float = Field(KEPT_DAYS, ge=0)

@@ -45,7 +45,9 @@ MAY_IMPORT = {
     "gateway/http": "gateway/core store/*",
     "gateway/streams": "runtime/core/* store store/contract store/telemetry",
     "gateway/inference": "gateway/core gateway/http gateway/streams runtime/core/* store/*",
-    "gateway/vllm": "gateway/core gateway/http gateway/inference gateway/streams runtime/core/* runtime/engine store/*",
+    "gateway/fast": "gateway/core gateway/inference store/contract",
+    "gateway/vllm": "gateway/core gateway/fast gateway/http gateway/inference gateway/streams"
+    " runtime/core/* runtime/engine store/*",
     "gateway/billing": "gateway/http store/*",
     "gateway/imports": "gateway/config.py store/*",
     "gateway/control": "gateway/core gateway/http gateway/inference gateway/streams gateway/billing gateway/imports"

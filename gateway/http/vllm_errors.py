@@ -96,7 +96,7 @@ class Wording:
             status = said.code if isinstance(said.code, int) and 400 <= said.code < 600 else 500
         message = self.text(said.message)
         faults = [Fault(f"/{said.param}", message)] if said.param else None
-        if isinstance(said.code, str) and not said.code.isdigit():  # an error by gateway/vllm/front.py
+        if isinstance(said.code, str) and not said.code.isdigit():  # an error by gateway/vllm
             return Problem(status, said.code, message, faults, _headers(status), said.type)
         return Problem(status, _code(status), message, faults, _headers(status))
 

@@ -13,6 +13,7 @@ from gateway.core.canary import takes
 from gateway.core.extent import BodyExtent, ExtentLimits, first_excess, pictures_in
 from gateway.core.priority import HEADER, PriorityTooHigh, UnknownPriority, asked, granted
 from gateway.core.status import loadable
+from gateway.core.way import fast_ask
 from gateway.http.auth import Auth, Caller, Target
 from gateway.http.errors import Fault, Problem
 from gateway.http.limits import read_body
@@ -34,6 +35,7 @@ class Bounds:
     body_deadline_s: float
     hold_deadline_s: float
     extent: ExtentLimits = ExtentLimits()
+    fast_way: bool = True  # False: vLLM's handlers answer every request
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Asking:
         prefers = _preferences(request)
         wait_s = min(self.bounds.hold_deadline_s, _wait_s(prefers))
         granted_priority = _priority(request, ask, caller, target)
+        context.ask = fast_ask(path, request.headers, body) if self.bounds.fast_way else None
         context.understood(caller, name, target, tally, wait_s, granted_priority, "timing" in prefers)
         return body
 

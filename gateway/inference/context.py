@@ -8,12 +8,14 @@ vLLM calls reads the variable CONTEXT.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
+from gateway.core.way import VLLM, ChatAsk, CompletionAsk
 from gateway.http.auth import Caller, Target
 from gateway.http.errors import Problem
 from gateway.inference.admission import Admission
@@ -28,6 +30,13 @@ from store.telemetry.tracing import Span, traceparent
 
 # Tenant of the request at hand; empty: the platform's own work. Turns at a front's threads go by tenant.
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
+
+
+class PieceWriter(Protocol):
+    """Sends pieces of a stream to the client."""
+
+    async def piece(self, body: bytes) -> None:
+        """Send a piece, neither an error nor the last."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +57,7 @@ class RequestContext:
     arrived_at: float = field(init=False)  # the request was read and parsed: its objective counts from here
     deadline: float = field(init=False)  # latest time for a runtime to take the request
     timed: bool = field(init=False)  # the client wants to read at the end of a stream where the time went
+    ask: ChatAsk | CompletionAsk | None = None  # None: only vLLM's handlers can answer
 
     # Set by `opened`; a request that generates nothing has none of these.
     call: MeteredCall = field(init=False)
@@ -56,6 +66,9 @@ class RequestContext:
     admission: Admission | None = None  # None: the tenant has no limits
 
     # The answer.
+    way: str = VLLM  # the way that the request took
+    writer: PieceWriter | None = None  # takes pieces of a stream without ASGI's messages
+    there: Callable[[], bool] = lambda: True  # whether the client is still there
     refused: Problem | None = None  # the client's answer instead of vLLM's words
     failure: Problem | None = None  # error that ended a stream; vLLM's words for Anthropic's clients lose the error
     streaming: bool = False
@@ -106,7 +119,7 @@ CONTEXT: ContextVar[RequestContext] = ContextVar("context")
 
 
 class ModelFront(Protocol):
-    """Answers requests for one engine spec: vLLM's front half, in gateway/vllm/front.py."""
+    """Answers requests for one engine spec: the fast way and vLLM's front half, in gateway/vllm/front.py."""
 
     async def handle(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request. The caller runs this coroutine in a task of its own: CONTEXT is a context variable."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from starlette.requests import Request
 from starlette.types import Message, Send
 
+from gateway.core.way import VLLM
 from gateway.http.limits import CLOSING
 from gateway.http.vllm_errors import Wording
 from gateway.inference.context import ModelFront, RequestContext
@@ -43,10 +44,11 @@ class Exchange:
             """Send a message while the client is there. uvicorn drops messages between the loss of a connection and the
             news of the loss: dropped messages must not be counted."""
             nonlocal ended
-            if not (self._gone.is_set() or self._closing()):
+            if context.there():
                 await send(message)
                 ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
+        context.there = lambda: not (self._gone.is_set() or self._closing())
         answering = asyncio.create_task(front.handle(context, self._scope, self._replay, send_while_there))
         waiting = [asyncio.create_task(self._watch()), asyncio.create_task(patience)]
         try:
@@ -59,7 +61,8 @@ class Exchange:
         finally:
             # vLLM runs some handlers in separate tasks. Only the news that the client left ends the tasks.
             self._gone.set()
-            await asyncio.wait([answering], timeout=LEAVING_S)
+            if context.way == VLLM:
+                await asyncio.wait([answering], timeout=LEAVING_S)
             for task in (answering, *waiting):
                 task.cancel()
             await asyncio.gather(answering, *waiting, return_exceptions=True)

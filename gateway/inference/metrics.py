@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from gateway.inference.meter import Meter
 from gateway.streams.runtimes import RuntimesView
-from store.contract.series import CODES, DEPLOYMENTS_MOST, METRICS, MODELS_MOST, OTHER, WAIT_S
+from store.contract.series import CODES, DEPLOYMENTS_MOST, METRICS, MODELS_MOST, OTHER, WAIT_S, WAYS
 from store.contract.wire import Attained, Lease, Residency, Spread
 from store.db import deployments, usage
 from store.db.database import Database, DatabaseError, now_us
@@ -128,6 +128,8 @@ class Metrics:
             self._made.gauge("staccato_requests_open").set_function(lambda: meter.open_calls)
             self._made.gauge("staccato_usage_pending").set_function(lambda: meter.pending_calls)
             self.registry.register(_Losses(false_losses))
+        for way in WAYS:
+            self._made.counter("staccato_request_ways").labels(way)
         for side in ("client", "platform"):
             self._made.counter("staccato_stream_aborts").labels(side)
 
@@ -139,6 +141,10 @@ class Metrics:
         if tally is None:
             tally = self._tallies[key] = Tally(self._made, key)
         return tally
+
+    def took(self, way: str) -> None:
+        """Count a request that generates. `way`: the way that the request took."""
+        self._made.counter("staccato_request_ways").labels(way).inc()
 
     def aborted(self, side: str) -> None:
         self._made.counter("staccato_stream_aborts").labels(side).inc()

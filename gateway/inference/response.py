@@ -103,6 +103,19 @@ class ResponseWriter:
         if not self.failed:
             self._count()
 
+    async def piece(self, body: bytes) -> None:
+        """Send a piece of a stream, neither an error nor the last: the short way of `send` for each token."""
+        context = self._context
+        if context.refused is not None or self._dropping or (context.admission is not None and context.exhausted):
+            await self.send({"type": "http.response.body", "body": body, "more_body": True})
+            return
+        if not self.started:
+            await self._start()
+        self._sending_since = time.monotonic()
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        self._sending_since = None
+        self._count()
+
     async def _plain_error(self, problem: Problem) -> None:
         """Send an error that comes before the first token as a plain HTTP error with its status."""
         assert self._head is not None
@@ -159,7 +172,7 @@ class ResponseWriter:
     def _timing(self) -> str:
         """Where the time went up to now, as `server-timing` text; empty before a runtime was asked."""
         timing = self._context.timing
-        return server_timing(timing.breakdown(time.monotonic())) if timing else ""
+        return server_timing(timing.breakdown(time.monotonic()), self._context.way) if timing else ""
 
     async def _out(self, body: bytes, more: bool) -> None:
         self._sending_since = time.monotonic()

@@ -1,6 +1,6 @@
 """One request while it is served: let in by the tenant's limits, held until a runtime can take it, answered, metered.
 
-Below this file vLLM's front half answers: `gateway/vllm/front.py` hands the prompt to `gateway/streams/dispatch.py`,
+Below this file a front answers: `gateway/vllm/bus_core.py` hands the prompt to `gateway/streams/dispatch.py`,
 and `ResponseWriter` counts each piece in the request's slot of the journal as the piece goes to the socket.
 """
 
@@ -134,6 +134,7 @@ class RequestServing:
             "x-staccato-revision": str(target.revision),
         }
         answer = ResponseWriter(exchange.send, context, self.meter, headers, context.timed, exchange.wording(context))
+        context.writer = answer
         try:
             await self._metered(exchange, front, context, answer)
         finally:
@@ -207,6 +208,7 @@ class RequestServing:
             ("prompt", "cached", "output"), (call.prompt_tokens, call.cached_tokens, call.output_tokens), strict=True
         ):
             tally.tokens(kind, tokens)
+        self.metrics.took(context.way)
         if answer.started and finish in ("cancelled", "error", "refused"):
             self.metrics.aborted("client" if finish == "cancelled" else "platform")
 

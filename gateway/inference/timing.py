@@ -149,7 +149,7 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)
 
 
-def server_timing(breakdown: Breakdown) -> str:
-    """The breakdown as the value of the header `Server-Timing` (W3C)."""
+def server_timing(breakdown: Breakdown, way: str) -> str:
+    """The breakdown, and the way that the request took, as the value of the header `Server-Timing` (W3C)."""
     parts = [*breakdown.parts.items(), ("total", breakdown.total_ms)]
-    return ", ".join(f"{part};dur={ms:.3f}" for part, ms in parts)
+    return ", ".join([*(f"{part};dur={ms:.3f}" for part, ms in parts), f'way;desc="{way}"'])

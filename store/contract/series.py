@@ -24,6 +24,7 @@ _TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 
 
 CODES = ("200", "400", "401", "403", "404", "405", "408", "413", "429", "499", "500", "503", OTHER)  # 499: client left
 PARTS = ("queue", "wake", "switch", "prefill", "decode", "wait", "move", "retry", "transport")
+WAYS = ("fast", "vllm")  # of a request through the gateway
 OBJECTIVES = ("ttft", "token", "token_rebased", "token_time_weighted")
 _DEPLOYMENT = ("tenant_id", "deployment_id")
 
@@ -45,6 +46,7 @@ LABELS: dict[str, int | tuple[str, ...]] = {
     "holds": ("weights", "kv"),
     "from": ("host", "disk"),
     "side": ("client", "platform"),
+    "way": WAYS,
     "version": 1,
 }
 
@@ -101,6 +103,9 @@ METRICS: dict[str, Metric] = {
         ),
         _histogram("staccato_queue_seconds", "What a request waited for others, before its first token.", *_DEPLOYMENT),
         _counter("staccato_request_seconds", "Time of requests that ended, by what it went to.", *_DEPLOYMENT, "part"),
+        _counter(
+            "staccato_request_ways", "Requests that generate, by the way through the gateway.", "way"
+        ),
         _counter("staccato_stream_aborts", "Streams that ended too early, by who ended them.", "side"),
         _counter("staccato_false_losses", "Runtimes that were taken for dead and heard again."),
         _gauge("staccato_requests_open", "Requests that are not answered yet."),

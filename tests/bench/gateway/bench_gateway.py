@@ -1,8 +1,9 @@
-"""How much does the gateway add, beside vLLM's own API server? The same chats through both, in turns, on one machine.
+"""How much does the gateway add, beside vLLM's own API server? The same chats through each, in turns, on one machine.
 
-A model with equal settings on both sides; 50 streams at once, then a single stream. Measured: time to first token, gaps
-between tokens, tokens a second, and CPU per token of the client-facing process. With --profile, the bench prints where
-both processes spend time, and no figures. `python tests/bench/gateway/bench_gateway.py [--profile]`
+A model with equal settings on all sides; 50 streams at once, then a single stream. Measured: time to first token, gaps
+between tokens, tokens a second, and CPU per token of the client-facing process. The gateway answers the fast way, and
+with --handlers a second gateway answers by vLLM's handlers. With --profile, the bench prints where the processes spend
+time, and no figures. `python tests/bench/gateway/bench_gateway.py [--small] [--handlers] [--profile]`
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "medium (27 M)": dict(hidden=512, layers=8, heads=8, kv_heads=4),
 }
 TOP = 15
+FAST, HANDLERS, VLLM = "fast", "handlers", "vllm"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def ours(model: Path, folder: Path, environment: dict[str, str]) -> Iterator[Sid
     from tests.conftest import free_port
 
     settings = {"STACCATO_THREADS": "1", "STACCATO_DEVICE_MEMORY": str(8 * KV_BYTES), **environment}
+    folder.mkdir()
     platform = Platform(folder / "data", free_port(), settings)
     try:
         platform.start()
@@ -82,8 +85,7 @@ def ours(model: Path, folder: Path, environment: dict[str, str]) -> Iterator[Sid
         assert deployment["status"]["phase"] == "awake", deployment
         assert platform.process is not None
         gateway = platform.child("gateway.app")
-        tree = psutil.Process(platform.process.pid)
-        yield Side(platform.port, key, gateway, [p for p in tree.children(recursive=True) if p != gateway])
+        yield Side(platform.port, key, gateway, [process for process in platform.everyone() if process != gateway])
     finally:
         platform.stop()
 
@@ -111,15 +113,24 @@ def measure(client: Client, side: Side, streams: int, requests: int, salt: int) 
 # ── numbers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def compare(client: Client, us: Side, them: Side, streams: int, requests: int) -> dict[str, object]:
-    pairs = []
+def compare(client: Client, sides: dict[str, Side], streams: int, requests: int) -> list[dict[str, object]]:
+    """Measure the sides in turns. Returns a row for each side but vLLM's, beside vLLM's."""
+    rounds = []
     for n in range(PAIRS + 1):
-        order = (us, them) if n % 2 else (them, us)
-        samples = {side.port: measure(client, side, streams, requests, n) for side in order}
-        if n:  # both servers are warm
-            pairs.append((samples[us.port], samples[them.port]))
+        order = list(sides) if n % 2 else list(reversed(sides))
+        samples = {name: measure(client, sides[name], streams, requests, n) for name in order}
+        if n:  # the servers are warm
+            rounds.append(samples)
+    return [
+        {"side": name, **beside([(samples[name], samples[VLLM]) for samples in rounds])}
+        for name in sides
+        if name != VLLM
+    ]
+
+
+def beside(pairs: list[tuple[Sample, Sample]]) -> dict[str, object]:
     return {
-        "staccato": summary([ours for ours, _ in pairs]),
+        "ours": summary([ours for ours, _ in pairs]),
         "vllm": summary([theirs for _, theirs in pairs]),
         "added_first_token_ms_p50": spread([ours.load.first_ms.p50 - t.load.first_ms.p50 for ours, t in pairs]),
         "front_cpu_per_token_ratio": spread([ours.front_us_per_token / t.front_us_per_token for ours, t in pairs]),
@@ -184,23 +195,28 @@ def main() -> None:
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     profiling = "--profile" in sys.argv
-    for name, shape in list(SHAPES.items())[: 1 if profiling else None]:
+    for name, shape in list(SHAPES.items())[: 1 if profiling or "--small" in sys.argv else None]:
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             model = write_random(folder / "model", "llama", **shape)
             sampler = {"SAMPLES": str(folder), "PYTHONPATH": str(Path(__file__).with_name("sampler"))}
             client = stack.enter_context(contextlib.closing(Client()))
-            us = stack.enter_context(ours(model, folder, sampler if profiling else {}))
+            sides = {FAST: stack.enter_context(ours(model, folder / FAST, sampler if profiling else {}))}
+            if "--handlers" in sys.argv:
+                slow = sampler if profiling else {}
+                sides[HANDLERS] = stack.enter_context(
+                    ours(model, folder / HANDLERS, slow | {"STACCATO_FAST_WAY": "false"})
+                )
             if profiling:
                 sampler["PYTHONPATH"] += os.pathsep + str(folder / "dist")
-            them = stack.enter_context(theirs(model, folder, sampler if profiling else {}))
+            sides[VLLM] = stack.enter_context(theirs(model, folder, sampler if profiling else {}))
             if profiling:
-                for side, title in ((us, "staccato"), (them, "vllm")):
+                for title, side in sides.items():
                     print(json.dumps({title: profile(client, side, folder)}, indent=1), flush=True)
                 continue
             for streams, requests in LOADS.items():
-                answer = compare(client, us, them, streams, requests)
-                print(json.dumps({"model": name, "streams": streams, **answer}), flush=True)
+                for answer in compare(client, sides, streams, requests):
+                    print(json.dumps({"model": name, "streams": streams, **answer}), flush=True)
 
 
 if __name__ == "__main__":

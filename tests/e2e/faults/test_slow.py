@@ -70,7 +70,7 @@ async def ask(platform: Platform, model: str, tokens: int, stream: bool = False)
     if stream:
         assert "queue" in said and "decode" not in said, "the header has what is known at the first byte"
         said = next(line for line in answer.text.splitlines() if line.startswith(": x-staccato-timing: "))[21:]
-    parts = {name: float(ms) for name, _, ms in (part.partition(";dur=") for part in said.split(", "))}
+    parts = {name: float(ms) for name, _, ms in (part.partition(";dur=") for part in said.split(", ")) if ms}
     total_ms = parts.pop("total")
     return Asked(answer.headers["x-request-id"], wall_ms, parts, total_ms, answer.headers["x-staccato-cold"])
 

@@ -82,9 +82,11 @@ async def test_a_stream_passes_as_it_is_with_our_headers() -> None:
 async def test_where_its_time_went_is_in_a_header_and_at_the_end_of_a_stream_if_that_is_wished() -> None:
     events = b"data: 1\n\n", DONE
     _, headers, body, _ = await answered(200, EVENTS, *events, timed=True)
-    assert re.fullmatch(rb"queue;dur=[0-9.]+, total;dur=[0-9.]+", headers[b"server-timing"])
+    assert re.fullmatch(rb'queue;dur=[0-9.]+, total;dur=[0-9.]+, way;desc="vllm"', headers[b"server-timing"])
     told, _, comment = body.partition(b": x-staccato-timing: ")
-    assert told == b"".join(events) and re.fullmatch(rb"queue;dur=[0-9.]+, total;dur=[0-9.]+\n\n", comment)
+    assert told == b"".join(events) and re.fullmatch(
+        rb'queue;dur=[0-9.]+, total;dur=[0-9.]+, way;desc="vllm"\n\n', comment
+    )
 
 
 async def test_an_error_before_the_first_token_has_a_real_status() -> None:

@@ -102,5 +102,5 @@ def test_histograms_hear_first_tokens_and_the_gaps_between_later_ones(timing: Ti
 def test_the_header_is_server_timing(timing: Timing) -> None:
     timing.sent(100.25)
     timing.came(tokens(Course(prefill_us=500_000)), 101.0)
-    said = server_timing(timing.breakdown(101.0))
-    assert said == "queue;dur=250.000, prefill;dur=500.000, transport;dur=250.000, total;dur=1000.000"
+    said = server_timing(timing.breakdown(101.0), "fast")
+    assert said == 'queue;dur=250.000, prefill;dur=500.000, transport;dur=250.000, total;dur=1000.000, way;desc="fast"'

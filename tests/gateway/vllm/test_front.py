@@ -17,7 +17,8 @@ from gateway.inference.endpoint import Inference
 from gateway.inference.meter import Meter
 from gateway.inference.serving import RequestServing
 from gateway.streams.relay import Relay
-from gateway.vllm.front import Deps, Fronts
+from gateway.vllm.bus_core import Deps
+from gateway.vllm.front import Fronts
 from store.contract import wire
 from store.contract.priorities import Priority
 from store.contract.wire import Delta, Finish, ModelState, Residency

@@ -1,0 +1,304 @@
+"""The fast way of a front: does the work of vLLM's handlers for a request, without the handlers.
+
+In a thread at which tenants take turns, the prompt is rendered and tokenised, and vLLM's own classes make the sampling
+parameters. `gateway/fast` writes the stream. A request with a fault goes to vLLM's handlers: the client reads the error
+in vLLM's words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+from runtime.engine.settings import RENDER_WAIT_S  # isort: skip  (sets vLLM's environment, so: first)
+
+import msgspec
+import structlog
+from starlette.datastructures import State
+from starlette.types import Send
+from tokenizers import Tokenizer
+from transformers import TokenizersBackend
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.inputs.engine import tokens_input
+from vllm.renderers import hf
+from vllm.renderers.params import ChatParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+from gateway.core.way import FAST, ChatAsk, CompletionAsk, sampling_fields
+from gateway.fast.answer import AnswerFailed, Answers
+from gateway.fast.chunks import EventTemplates, StreamEvents
+from gateway.fast.stream import send_failure, send_stream
+from gateway.fast.text import TextDecoder, TextStyle, primer
+from gateway.http.errors import Problem
+from gateway.http.vllm_errors import unavailable
+from gateway.inference.context import RequestContext
+from gateway.vllm import events
+from gateway.vllm.bus_core import BusCore, BusLLM, failed
+
+log = structlog.get_logger()
+
+Ask = ChatAsk | CompletionAsk
+# Requests without a field of the client. A copy takes 1 % of the time of a request made anew.
+CHAT_OF_DEFAULTS, COMPLETION_OF_DEFAULTS = ChatCompletionRequest.model_construct(), CompletionRequest.model_construct()
+
+
+class NotFast(Exception):
+    """The fast way can't prepare the request: vLLM's handlers answer."""
+
+
+class NotRendered(Exception):
+    """The template refused the chat, or did not end. The cause is vLLM's exception.
+
+    vLLM's handlers would render the chat again, and hold a thread of the front for as long.
+    """
+
+
+@dataclass(frozen=True)
+class PreparedAsk:
+    """A request as runtimes take the request: an engine request for each answer."""
+
+    id: str
+    requests: list[EngineCoreRequest]
+    prompt_tokens: int
+    primer: list[int]  # tokens with which the decoders of the answers begin
+    style: TextStyle
+
+
+class FastFront:
+    """Answers requests for an engine spec the fast way."""
+
+    def __init__(self, llm: BusLLM, core: BusCore, state: State) -> None:
+        self._llm, self._core, self._state = llm, core, state
+        self._model = llm.model_config
+        tokenizer: Any = llm.renderer.get_tokenizer()
+        self._rust: Tokenizer = tokenizer._tokenizer
+        if self._rust.truncation is not None:
+            self._rust.no_truncation()
+        if self._rust.padding is not None:
+            self._rust.no_padding()
+        if self._rust.encode_special_tokens != tokenizer.split_special_tokens:
+            self._rust.encode_special_tokens = tokenizer.split_special_tokens
+        self._added = {token: added.content for token, added in self._rust.get_added_tokens_decoder().items()}
+        self._characters_most = self._model.max_model_len * tokenizer.max_chars_per_token
+        renderer = state.online_renderer
+        self._chats = renderer.parser is None and not renderer.use_harmony
+        self._chat_params = _chat_params(state)
+        self._templates = cache(self._made_templates)
+
+    @classmethod
+    def of(cls, llm: BusLLM, core: BusCore, state: State) -> FastFront | None:
+        """Return the fast way of a front; None if the front's model or tokeniser needs vLLM's handlers."""
+        renderer, model = llm.renderer, llm.model_config
+        if type(renderer).__name__ != hf.HfRenderer.__name__ or not isinstance(renderer.tokenizer, TokenizersBackend):
+            return None
+        if model.is_multimodal_model or model.is_encoder_decoder or model.enable_prompt_embeds or model.is_diffusion:
+            return None
+        if llm.scheduler_config.stream_interval != 1 or not _tokenises_plainly(type(renderer.tokenizer)):
+            return None
+        return cls(llm, core, state)
+
+    # ── the answer ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def answered(self, context: RequestContext, send: Send) -> bool:
+        """Answer a request. Returns False, with no byte sent, if vLLM's handlers must answer.
+
+        The caller has set CONTEXT, and runs the coroutine in a separate task.
+        """
+        ask = context.ask
+        if ask is None or (isinstance(ask, ChatAsk) and not self._chats):
+            return False
+        try:
+            async with asyncio.timeout(RENDER_WAIT_S):
+                prepared = await asyncio.get_running_loop().run_in_executor(
+                    self._llm.renderer._executor, self._prepared, ask, context.request_id
+                )
+        except TimeoutError:
+            context.refused = template_busy()
+            await send_failure(send, False, 503, b"")
+            return True
+        except NotRendered as error:
+            assert isinstance(error.__cause__, VLLMValidationError)
+            context.way = FAST
+            await send_failure(send, False, 400, _error(error.__cause__))
+            return True
+        except Exception as error:  # faults of the client, or a full queue: vLLM's handlers answer in vLLM's words
+            log.debug("fast.not_prepared", error=type(error).__name__)
+            return False
+        context.way = FAST
+        await self._answer(ask, prepared, context, send)
+        return True
+
+    async def _answer(self, ask: Ask, prepared: PreparedAsk, context: RequestContext, send: Send) -> None:
+        ids = [request.request_id for request in prepared.requests]
+        decoders = [TextDecoder(self._rust, self._added, prepared.primer, prepared.style) for _ in ids]
+        answers = Answers(decoders, not ask.stream, lambda index: self._core.end(ids[index]))
+        created = int(time.time())
+        try:
+            if ask.stream:
+                chunks = StreamEvents(
+                    self._templates(isinstance(ask, ChatAsk), ask.usage_in_each),
+                    prepared.id,
+                    context.name,
+                    created,
+                    prepared.prompt_tokens,
+                    len(ids),
+                )
+                submitting = self._submit(prepared, answers)
+                await send_stream(send, context, answers, chunks, ask.includes_usage, submitting)
+            else:
+                await self._submit(prepared, answers)
+                await self._send_whole(ask, prepared, context, answers, created, send)
+        except (GracefulHTTPError, VLLMValidationError) as error:
+            await self._fail(ask, context, send, error)
+        except AnswerFailed as failure:
+            await self._fail(ask, context, send, failed(str(failure), failure.refused))
+        finally:
+            if not answers.ended:
+                await self._core.abort_requests_async(ids)
+
+    async def _submit(self, prepared: PreparedAsk, answers: Answers) -> None:
+        """Submit the request to runtimes. Raises GracefulHTTPError."""
+        for index, request in enumerate(prepared.requests):
+            await self._core.add_heard(request, answers.listener(index))
+
+    async def _send_whole(
+        self, ask: Ask, prepared: PreparedAsk, context: RequestContext, answers: Answers, created: int, send: Send
+    ) -> None:
+        pieces = sorted(await answers.waiting(), key=lambda piece: piece.index)
+        tokens = sum(piece.tokens for piece in pieces)
+        context.call.prompt_tokens += prepared.prompt_tokens
+        context.call.cached_tokens += answers.cached_tokens
+        context.made_tokens += tokens
+        context.call.finish = pieces[-1].finish or context.call.finish
+        head = {"id": prepared.id, "created": created, "model": context.name}
+        written = answers.written_tokens if isinstance(ask, ChatAsk) else None
+        usage = events.usage_of(prepared.prompt_tokens, tokens, answers.cached_tokens, written)
+        if isinstance(ask, ChatAsk):
+            serving = self._state.openai_serving_chat
+            said = events.whole_chat(head, serving.response_role, serving.system_fingerprint, pieces, usage)
+        else:
+            fingerprint = self._state.openai_serving_completion.system_fingerprint
+            said = events.whole_completion(head, fingerprint, pieces, usage)
+        await send({"type": "http.response.start", "status": 200, "headers": said.raw_headers})
+        await send({"type": "http.response.body", "body": said.body, "more_body": False})
+
+    async def _fail(self, ask: Ask, context: RequestContext, send: Send, error: Exception) -> None:
+        """Tell the client an error, as vLLM's handlers would."""
+        status = int(getattr(error, "http_status", 400))
+        context.failure = unavailable(status, str(error))
+        await send_failure(send, bool(ask.stream), status, _error(error))
+
+    def _made_templates(self, chat: bool, usage_in_each: bool) -> EventTemplates:
+        if chat:
+            serving = self._state.openai_serving_chat
+            return events.chat_templates(serving.response_role, serving.system_fingerprint, usage_in_each)
+        fingerprint = self._state.openai_serving_completion.system_fingerprint
+        return events.completion_templates(fingerprint, usage_in_each)
+
+    # ── in a thread of the front ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _prepared(self, ask: Ask, request_id: str) -> PreparedAsk:
+        """Render, tokenise, and make the engine's request. Raises NotFast, and vLLM's exceptions for a bad request."""
+        fields = sampling_fields(ask)
+        if isinstance(ask, ChatAsk):
+            name = part = f"chatcmpl-{request_id}"
+            request: Any = CHAT_OF_DEFAULTS.model_copy(update=fields)
+            serving, most = self._state.openai_serving_chat, request.max_completion_tokens
+            most = request.max_tokens if most is None else most
+            tokens = self._tokens(self._rendered(ask), special=False)
+        else:
+            if fields.get("max_tokens") is None:  # vLLM's class has a default for a missing field alone
+                fields.pop("max_tokens", None)
+            name = f"cmpl-{request_id}"
+            part = f"{name}-0"
+            request = COMPLETION_OF_DEFAULTS.model_copy(update=fields)
+            serving, most = self._state.openai_serving_completion, request.max_tokens
+            tokens = self._tokens(ask.prompt, special=True) if isinstance(ask.prompt, str) else ask.prompt
+        request.build_tok_params(self._model)  # checks the number of tokens asked for
+        if not 0 < len(tokens) <= self._model.max_model_len:
+            raise NotFast
+        defaults = serving.default_sampling_params
+        most = get_max_tokens(self._model.max_model_len, most, len(tokens), defaults, serving.override_max_tokens)
+        params = request.to_sampling_params(most, defaults)
+        asked = self._llm.input_processor.process_inputs(
+            part, tokens_input(tokens), params, ("generate",), arrival_time=time.time()
+        )
+        self._llm.input_processor.assign_request_id(asked)
+        style = TextStyle(
+            tuple(params.stop),
+            params.include_stop_str_in_output,
+            params.min_tokens,
+            params.skip_special_tokens,
+            params.spaces_between_special_tokens,
+        )
+        first = primer(self._rust, tokens, style.skip_special_tokens)
+        return PreparedAsk(name, _each(asked), len(tokens), first, style)
+
+    def _rendered(self, ask: ChatAsk) -> str:
+        try:
+            _, prompt = self._llm.renderer.render_messages(msgspec.to_builtins(ask.messages), self._chat_params)
+        except VLLMValidationError as error:
+            raise NotRendered from error
+        text = prompt.get("prompt")
+        if not isinstance(text, str):
+            raise NotFast
+        return text
+
+    def _tokens(self, text: str, special: bool) -> list[int]:
+        """Return the tokens of a text. `special`: with the tokens that the tokeniser puts around a text.
+
+        The loop goes on during `encode_batch_fast`: the library gives the interpreter free for batches, and for single
+        texts not.
+        """
+        if len(text) > self._characters_most:
+            raise NotFast
+        (encoded,) = self._rust.encode_batch_fast([text], add_special_tokens=special)
+        return list(encoded.ids)
+
+
+def template_busy() -> Problem:
+    """Return the Problem of a request without a thread of the front in time."""
+    detail = (
+        f"the model's chat template was busy with other requests for {RENDER_WAIT_S} s: come again, or let it loop less"
+    )
+    return Problem(503, "template_busy", detail, headers={"retry-after": "2"})
+
+
+def _error(error: Exception) -> bytes:
+    """Return the body of vLLM's answer to an error."""
+    return msgspec.json.encode(create_error_response(error).model_dump())
+
+
+def _chat_params(state: State) -> ChatParams:
+    """Parameters that vLLM's handlers give to the template for a request without wishes for the template."""
+    renderer = state.online_renderer
+    asked = ChatCompletionRequest.model_construct()
+    params = asked.build_chat_params(renderer.chat_template, renderer.chat_template_content_format)
+    return cast(ChatParams, params.with_defaults({"tools": None, "tokenize": False}))
+
+
+def _tokenises_plainly(kind: type[Any]) -> bool:
+    """Whether a tokeniser's class leaves the making of tokens to the tokeniser library alone."""
+    own = [parent for parent in kind.__mro__ if not issubclass(TokenizersBackend, parent)]
+    changed = {name for parent in own for name in vars(parent) if not parent.__name__.startswith("TokenizerPool")}
+    return not changed & {"__call__", "_encode_plus", "encode", "_decode", "convert_tokens_to_string"}
+
+
+def _each(asked: EngineCoreRequest) -> list[EngineCoreRequest]:
+    """Return an engine request for each of the `n` answers, with the ids and seeds that vLLM gives."""
+    assert asked.sampling_params is not None
+    if asked.sampling_params.n == 1:
+        return [asked]
+    parent, requests = ParentRequest(asked), []
+    for index in range(parent.n):
+        request_id, params = parent.get_child_info(index)
+        requests.append(msgspec.structs.replace(asked, request_id=request_id, sampling_params=params))
+    return requests
