@@ -78,6 +78,7 @@ namespace {
 constexpr Result INVALID_VALUE = 1, INVALID_CONTEXT = 201;
 constexpr size_t GRANULE = 64 << 10;
 constexpr DeviceNumber DEVICES = 2;
+constexpr size_t MEMORY = 1 << 30;  // of each device
 
 struct Mapping {
     size_t bytes;  // of one handle
@@ -88,6 +89,9 @@ thread_local std::vector<DeviceNumber> contexts;  // of the thread, the current 
 std::mutex mappings_mu;
 std::map<Address, Mapping> mappings;
 std::map<Address, DeviceNumber> buffers;  // made by cuMemAlloc
+std::map<Address, size_t> buffer_bytes;
+std::map<PageHandle, std::pair<DeviceNumber, size_t>> pages;  // made by cuMemCreate: device and bytes
+std::array<size_t, DEVICES> taken;  // bytes of pages and buffers of each device
 std::array<std::atomic<uint64_t>, DEVICES> carried;  // bytes from the host
 
 char* pointer(Address address) { return reinterpret_cast<char*>(address); }
@@ -112,6 +116,14 @@ bool may_write(DeviceNumber device, Address address, size_t bytes) {
         if (std::next(at) == mappings.end() || std::next(at)->first != at->first + at->second.bytes) return false;
     }
     return false;
+}
+
+// Books bytes of a device; mappings_mu is held.
+bool take(DeviceNumber device, size_t bytes) {
+    size_t& of_device = taken[static_cast<size_t>(device)];
+    if (bytes > MEMORY - of_device) return false;
+    of_device += bytes;
+    return true;
 }
 
 Result set_protection(Address address, size_t bytes, int protection) {
@@ -148,22 +160,28 @@ FAKE(cuDeviceCanAccessPeer)(int* can, DeviceNumber device, DeviceNumber other) {
 
 FAKE(cuMemGetInfo_v2)(size_t* free_bytes, size_t* total_bytes) {
     NEEDS_CONTEXT;
-    return *free_bytes = *total_bytes = 1 << 30, SUCCESS;
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    return *total_bytes = MEMORY, *free_bytes = MEMORY - taken[static_cast<size_t>(contexts.back())], SUCCESS;
 }
 FAKE(cuMemGetAllocationGranularity)(size_t* granule, const AllocationProperties*, unsigned) {
     return *granule = GRANULE, SUCCESS;
 }
 FAKE(cuMemAlloc_v2)(Address* address, size_t bytes) {
     NEEDS_CONTEXT;
-    *address = reinterpret_cast<Address>(std::malloc(bytes));
     std::lock_guard<std::mutex> lock(mappings_mu);
+    if (!take(contexts.back(), bytes)) return OUT_OF_MEMORY;
+    *address = reinterpret_cast<Address>(std::malloc(bytes));
     buffers[*address] = contexts.back();
+    buffer_bytes[*address] = bytes;
     return SUCCESS;
 }
 FAKE(cuMemFree_v2)(Address address) {
     NEEDS_CONTEXT;
     std::lock_guard<std::mutex> lock(mappings_mu);
-    if (buffers.erase(address) == 0) return INVALID_VALUE;
+    if (buffers.count(address) == 0) return INVALID_VALUE;
+    taken[static_cast<size_t>(buffers[address])] -= buffer_bytes[address];
+    buffers.erase(address);
+    buffer_bytes.erase(address);
     return std::free(pointer(address)), SUCCESS;
 }
 FAKE(cuMemAddressReserve)(Address* address, size_t bytes, size_t, Address, unsigned long long) {
@@ -175,14 +193,25 @@ FAKE(cuMemAddressReserve)(Address* address, size_t bytes, size_t, Address, unsig
 FAKE(cuMemAddressFree)(Address address, size_t bytes) {
     return munmap(pointer(address), bytes) == 0 ? SUCCESS : INVALID_VALUE;
 }
-FAKE(cuMemCreate)(PageHandle* handle, size_t bytes, const AllocationProperties*, unsigned long long) {
+FAKE(cuMemCreate)(PageHandle* handle, size_t bytes, const AllocationProperties* properties, unsigned long long) {
     NEEDS_CONTEXT;
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    const DeviceNumber device = properties->location.id;
+    if (!take(device, bytes)) return OUT_OF_MEMORY;
     const int fd = memfd_create("fake-page", MFD_CLOEXEC);
     if (bytes % GRANULE || fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) return INVALID_VALUE;
     *handle = static_cast<PageHandle>(fd);
+    pages[*handle] = {device, bytes};
     return SUCCESS;
 }
-FAKE(cuMemRelease)(PageHandle handle) { return close(static_cast<int>(handle)) == 0 ? SUCCESS : INVALID_VALUE; }
+FAKE(cuMemRelease)(PageHandle handle) {
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    if (auto page = pages.find(handle); page != pages.end()) {
+        taken[static_cast<size_t>(page->second.first)] -= page->second.second;
+        pages.erase(page);
+    }
+    return close(static_cast<int>(handle)) == 0 ? SUCCESS : INVALID_VALUE;
+}
 FAKE(cuMemExportToShareableHandle)(void* fd, PageHandle handle, unsigned, unsigned long long) {
     *static_cast<int*>(fd) = dup(static_cast<int>(handle));
     return SUCCESS;
@@ -302,6 +331,16 @@ FAKE(cuMemHostRegister_v2)(void*, size_t, unsigned) {
     return SUCCESS;
 }
 FAKE(cuMemHostUnregister)(void*) { return SUCCESS; }
+
+// What vLLM's libraries and the CUDA runtime look for when they are loaded, and must not find out of here.
+constexpr Result NOT_FOUND = 500;
+FAKE(cuGetProcAddress_v2)(const char*, void** function, int, unsigned long long, int*) {
+    return *function = nullptr, NOT_FOUND;
+}
+FAKE(cuPointerGetAttribute)(void*, int, Address) { return INVALID_VALUE; }
+FAKE(cuTensorMapEncodeTiled)() { return NOT_FOUND; }
+FAKE(cuCtxGetCurrent)(Context* context) { return *context = nullptr, SUCCESS; }
+FAKE(cuCtxSetCurrent)(Context) { return SUCCESS; }
 
 // Not of CUDA: the bytes that came to a device from the host.
 extern "C" __attribute__((visibility("default"))) uint64_t fake_carried(DeviceNumber device) {

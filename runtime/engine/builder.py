@@ -41,6 +41,7 @@ from runtime.engine.golden import Golden
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.vllm import VllmEngine, chain, clean_up_after, first_line
 from runtime.engine.worker import Building, building
+from runtime.memory import outside
 from runtime.memory.images import Image, ImageKey, Images, Making
 from runtime.memory.lent import write_out
 from runtime.memory.native import MIXED, Backend, DevicePool, PageState
@@ -70,9 +71,6 @@ _meta = msgspec.msgpack.Encoder()
 ADDRESSES_PER_FILE_BYTE = 6  # for wider types, and packed copies beside tied embeddings; addresses cost no memory
 ADDRESSES_LEAST = 256 << 20
 KEPT_PART = 32  # up to 1/32 of the host cache is kept, while empty, for requests to be parked
-# When vLLM's worker starts, this share of a GPU's memory must be free, whatever kv_cache_memory_bytes says. The pool
-# has nearly all of a GPU's memory already.
-CUDA_SETTINGS: dict[str, Any] = {"gpu_memory_utilization": 0.001}
 IMAGE_FORMAT, FILES_FORMAT = "staccato_image", "staccato_files"
 
 
@@ -227,7 +225,7 @@ class Builder:
             scheduler_cls=MovingScheduler,
             tensor_parallel_size=ranks.size(),
             distributed_executor_backend="external_launcher" if ranks.size() > 1 else None,
-            **({} if self.device.backend is Backend.HOST else CUDA_SETTINGS),
+            **self._by_device(spec),
             **more,
         )
         config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
@@ -241,6 +239,12 @@ class Builder:
             raise
         finally:
             building.reset(token)
+
+    def _by_device(self, spec: EngineSpec) -> dict[str, Any]:
+        """Settings of vLLM that depend on the device."""
+        if self.device.backend is Backend.HOST:
+            return {}
+        return outside.settings(Path(spec.path), torch.cuda.mem_get_info()[1])
 
 
 @register_model_loader(IMAGE_FORMAT)
