@@ -34,6 +34,7 @@ class Began(msgspec.Struct, frozen=True):
     profile: str = ""  # file of this machine's costs; empty: costs are guessed
     tensor_parallel: int = 1  # devices over which each model is split: see runtime/group/group.py
     load_helpers: tuple[int, ...] = ()  # further devices that help to load
+    pinned_bytes: int = 0  # most bytes of the host cache registered with a GPU's driver at a time; 0: no limit
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]

@@ -75,7 +75,7 @@ struct EventOf {
 
 namespace {
 
-constexpr Result INVALID_VALUE = 1, INVALID_CONTEXT = 201;
+constexpr Result INVALID_VALUE = 1, INVALID_CONTEXT = 201, ALREADY_REGISTERED = 712;
 constexpr size_t GRANULE = 64 << 10;
 constexpr DeviceNumber DEVICES = 2;
 constexpr size_t MEMORY = 1 << 30;  // of each device
@@ -93,6 +93,35 @@ std::map<Address, size_t> buffer_bytes;
 std::map<PageHandle, std::pair<DeviceNumber, size_t>> pages;  // made by cuMemCreate: device and bytes
 std::array<size_t, DEVICES> taken;  // bytes of pages and buffers of each device
 std::array<std::atomic<uint64_t>, DEVICES> carried;  // bytes from the host
+
+// Not of CUDA: calls by kind, of all threads and of the calling thread.
+enum Kind { MAPS, ZEROES, WAITS, UNMAPS, REGISTRATIONS, COPIES, REFUSED_COPIES, LATE_COPIES, KINDS };
+std::array<std::atomic<uint64_t>, KINDS> calls;
+thread_local std::array<uint64_t, KINDS> own_calls;
+void count(Kind kind) { calls[kind]++, own_calls[kind]++; }
+
+std::map<uintptr_t, size_t> registered;  // memory of the host; guarded by mappings_mu
+
+// Whether the bytes lie in one registered range: a copy from two ranges is refused by a real driver as well.
+bool is_registered(const void* host, size_t bytes) {
+    const auto at = reinterpret_cast<uintptr_t>(host);
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    auto after = registered.upper_bound(at);
+    if (after == registered.begin()) return false;
+    --after;
+    return at + bytes <= after->first + after->second;
+}
+
+bool may_copy(const void* host, size_t bytes) {
+    count(COPIES);
+    if (is_registered(host, bytes)) return true;
+    return count(REFUSED_COPIES), false;
+}
+
+// A copy that comes after the end of the registration reads or writes memory that may be another's.
+void look_again(const void* host, size_t bytes) {
+    if (!is_registered(host, bytes)) count(LATE_COPIES);
+}
 
 char* pointer(Address address) { return reinterpret_cast<char*>(address); }
 
@@ -218,6 +247,7 @@ FAKE(cuMemExportToShareableHandle)(void* fd, PageHandle handle, unsigned, unsign
 }
 FAKE(cuMemMap)(Address address, size_t bytes, size_t offset, PageHandle handle, unsigned long long) {
     NEEDS_CONTEXT;
+    count(MAPS);
     std::lock_guard<std::mutex> lock(mappings_mu);
     const auto after = mappings.lower_bound(address);
     if (offset != 0 || (after != mappings.end() && after->first < address + bytes)) return INVALID_VALUE;
@@ -228,6 +258,7 @@ FAKE(cuMemMap)(Address address, size_t bytes, size_t offset, PageHandle handle, 
 }
 FAKE(cuMemUnmap)(Address address, size_t bytes) {
     NEEDS_CONTEXT;
+    count(UNMAPS);
     std::lock_guard<std::mutex> lock(mappings_mu);
     for (Address at = address; at < address + bytes; at += mappings[at].bytes) {
         if (!mappings.count(at) || at + mappings[at].bytes > address + bytes) return INVALID_VALUE;
@@ -253,6 +284,7 @@ FAKE(cuStreamCreate)(Stream* stream, unsigned) {
     return *stream = new StreamOf(contexts.back()), SUCCESS;
 }
 FAKE(cuStreamSynchronize)(Stream stream) {
+    count(WAITS);
     std::unique_lock<std::mutex> lock(stream->mu);
     stream->changed.wait(lock, [stream] { return stream->jobs.empty() && !stream->busy; });
     return SUCCESS;
@@ -295,24 +327,36 @@ FAKE(cuEventQuery)(EventHandle event) {
 }
 FAKE(cuEventSynchronize)(EventHandle event) {
     NEEDS_CONTEXT;
+    count(WAITS);
     event->wait(event->newest());
     return SUCCESS;
 }
 
 FAKE(cuMemcpyHtoDAsync_v2)(Address to, const void* from, size_t bytes, Stream stream) {
-    if (!may_write(stream->device, to, bytes)) return INVALID_VALUE;
+    if (!may_write(stream->device, to, bytes) || !may_copy(from, bytes)) return INVALID_VALUE;
     carried[static_cast<size_t>(stream->device)] += bytes;
-    return lag(stream, [=] { std::memcpy(pointer(to), from, bytes); });
+    return lag(stream, [=] {
+        look_again(from, bytes);
+        std::memcpy(pointer(to), from, bytes);
+    });
 }
 FAKE(cuMemcpyDtoDAsync_v2)(Address to, Address from, size_t bytes, Stream stream) {
     if (!may_write(stream->device, to, bytes)) return INVALID_VALUE;
     return lag(stream, [=] { std::memcpy(pointer(to), pointer(from), bytes); }, 1000);  // after all that is not awaited
 }
 FAKE(cuMemcpyDtoHAsync_v2)(void* to, Address from, size_t bytes, Stream stream) {
-    return lag(stream, [=] { std::memcpy(to, pointer(from), bytes); });
+    if (!may_copy(to, bytes)) return INVALID_VALUE;
+    return lag(stream, [=] {
+        look_again(to, bytes);
+        std::memcpy(to, pointer(from), bytes);
+    });
 }
 FAKE(cuMemcpy2DAsync_v2)(const Copy2D* rows, Stream stream) {
-    return lag(stream, [copy = *rows] {
+    const Side& host = rows->source.memory_type == MEMORY_HOST ? rows->source : rows->target;
+    const size_t span = (rows->height - 1) * host.pitch + rows->width;
+    if (!may_copy(host.host, span)) return INVALID_VALUE;
+    return lag(stream, [copy = *rows, memory = host.host, span] {
+        look_again(memory, span);
         auto start = [](const Side& side) {
             if (side.memory_type == MEMORY_DEVICE) return pointer(side.device);
             return static_cast<char*>(const_cast<void*>(side.host));
@@ -324,13 +368,26 @@ FAKE(cuMemcpy2DAsync_v2)(const Copy2D* rows, Stream stream) {
     });
 }
 FAKE(cuMemsetD8Async)(Address address, unsigned char value, size_t bytes, Stream stream) {
+    count(ZEROES);
     return lag(stream, [=] { std::memset(pointer(address), value, bytes); });
 }
-FAKE(cuMemHostRegister_v2)(void*, size_t, unsigned) {
+FAKE(cuMemHostRegister_v2)(void* base, size_t bytes, unsigned) {
     NEEDS_CONTEXT;
-    return SUCCESS;
+    count(REGISTRATIONS);
+    const auto at = reinterpret_cast<uintptr_t>(base);
+    if (at % 4096) return INVALID_VALUE;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    const auto after = registered.lower_bound(at);
+    if (after != registered.end() && after->first < at + bytes) return ALREADY_REGISTERED;
+    if (after != registered.begin() && std::prev(after)->first + std::prev(after)->second > at) return ALREADY_REGISTERED;
+    return registered[at] = bytes, SUCCESS;
 }
-FAKE(cuMemHostUnregister)(void*) { return SUCCESS; }
+FAKE(cuMemHostUnregister)(void* base) {
+    NEEDS_CONTEXT;
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    return registered.erase(reinterpret_cast<uintptr_t>(base)) ? SUCCESS : INVALID_VALUE;
+}
 
 // What vLLM's libraries and the CUDA runtime look for when they are loaded, and must not find out of here.
 constexpr Result NOT_FOUND = 500;
@@ -341,6 +398,11 @@ FAKE(cuPointerGetAttribute)(void*, int, Address) { return INVALID_VALUE; }
 FAKE(cuTensorMapEncodeTiled)() { return NOT_FOUND; }
 FAKE(cuCtxGetCurrent)(Context* context) { return *context = nullptr, SUCCESS; }
 FAKE(cuCtxSetCurrent)(Context) { return SUCCESS; }
+
+// Not of CUDA: the calls of a kind, of all threads or of the calling thread.
+extern "C" __attribute__((visibility("default"))) uint64_t fake_calls(int kind, int own) {
+    return own ? own_calls[static_cast<size_t>(kind)] : calls[static_cast<size_t>(kind)].load();
+}
 
 // Not of CUDA: the bytes that came to a device from the host.
 extern "C" __attribute__((visibility("default"))) uint64_t fake_carried(DeviceNumber device) {

@@ -102,14 +102,24 @@ class Builder:
         pool_bytes: size of the pool.
         host_bytes: size of the host cache, the most that images and parked requests may take.
         host_fd: file descriptor of another process's host cache, to share images; -1 to make a new host cache.
-        helpers: other GPUs, by ordinal, that help to load."""
+        helpers: other GPUs, by ordinal, that help to load.
+        pinned_bytes: most bytes of the host cache that are registered with a GPU's driver at a time; 0: no limit."""
 
-    def __init__(self, pool_bytes: int, host_bytes: int, host_fd: int = -1, helpers: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        pool_bytes: int,
+        host_bytes: int,
+        host_fd: int = -1,
+        helpers: Collection[int] = (),
+        pinned_bytes: int = 0,
+    ) -> None:
         self.version = check_version()
         backend = Backend.HOST if current_platform.is_cpu() else Backend.CUDA
-        self.device = DevicePool(pool_bytes, backend=backend, helpers=helpers)
+        self.device = DevicePool(pool_bytes, backend=backend, helpers=helpers, pinned_most=pinned_bytes)
         kept = host_bytes // KEPT_PART
         self.images = Images.create(host_bytes, kept) if host_fd < 0 else Images.open(host_fd, kept)
+        if backend is Backend.CUDA:
+            self.images.pin_for(self.device)
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
         self.life, self.block_tokens = self.images.life, 0
 
@@ -132,8 +142,8 @@ class Builder:
 
     def close(self) -> None:
         """Close the pool and the host cache. Close all engines first."""
+        self.images.close()  # first, for the device has ranges of the cache pinned
         self.device.close()
-        self.images.close()
 
     def __call__(self, spec: EngineSpec, told: Told = _nobody, /) -> VllmEngine:
         return self.build(spec, told)

@@ -66,6 +66,7 @@ class DeviceChild:
             profile=str(settings.profile or ""),
             tensor_parallel=settings.tensor_parallel,
             load_helpers=settings.load_helpers,
+            pinned_bytes=int(settings.cache_pinned),
         )
         fds = [fd, self._host_cache, self._stepping_fd]
         if self._forks is not None:
