@@ -67,6 +67,20 @@ check: setup ## lint, types, house rules, the memory library under the sanitizer
 sanitize: ## the memory library's stress tests, plain, under the address and under the thread sanitizer
 	@$(MAKE) --silent --no-print-directory --output-sync -C csrc -j2 test $(if $(filter 0,$(SANITIZERS)),,asan tsan)
 
+# What the rehearsal needs of GPU builds, some GB; `===`: not the CPU build of torch, if pip's configuration has that.
+REHEARSAL := build/gpu-rehearsal
+REHEARSED_TORCH := 2.11.0 2.13.0
+FETCH = rm -rf $@ $@.part && $(BIN)/pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile --target $@.part
+$(REHEARSAL)/torch-%: ; $(FETCH) torch===$* && mv $@.part $@
+$(REHEARSAL)/vllm-%: ; $(FETCH) --no-deps vllm==$* && mv $@.part $@
+.PRECIOUS: $(REHEARSAL)/torch-% $(REHEARSAL)/vllm-%
+gpu-rehearsal: setup $(REHEARSED_TORCH:%=$(REHEARSAL)/torch-%) $(REHEARSAL)/vllm-0.32.0 ## the first minutes on a GPU machine, without a GPU: stand-ins for the driver, builds for CUDA in build/ (10 GB)
+	@$(MAKE) --silent --no-print-directory -C csrc all stand-ins
+	for torch in $(REHEARSED_TORCH); do \
+		LD_LIBRARY_PATH=csrc/build/found PYTHONPATH=$(REHEARSAL)/vllm-0.32.0:$(REHEARSAL)/torch-$$torch \
+			$(BIN)/python tests/gpu/rehearsal.py || exit 1; \
+	done
+
 RELEASE_BIN := build/release/bin
 $(RELEASE_BIN): deploy/release.lock
 	$(PYTHON) -m venv build/release
@@ -106,4 +120,4 @@ LONG_BENCHES = tests/bench/fleet/bench_capacity.py tests/bench/fleet/bench_polic
 bench: setup ## every bench but two of hours, one file per question, answers in tests/bench/README.md
 	for bench in $(filter-out $(LONG_BENCHES),$(foreach part,gateway runtime fleet,$(wildcard tests/bench/$(part)/bench_*.py))); do $(BIN)/python $$bench || exit 1; done
 
-.PHONY: help setup demo up sim fast models quick test deploy-tools test-long check sanitize lock sbom digests release format bench
+.PHONY: help setup demo up sim fast models quick test deploy-tools test-long check sanitize gpu-rehearsal lock sbom digests release format bench

@@ -152,6 +152,14 @@ int stc_cache_pin(stc_cache* cache, stc_device* device, uint64_t offset, uint64_
     return guarded(both(cache, device), [&] { cache->pin(*device, offset, bytes); });
 }
 
+int stc_cache_unpin(stc_cache* cache, stc_device* device, uint64_t offset) {
+    return guarded(both(cache, device), [&] { cache->unpin(*device, offset); });
+}
+
+int stc_device_pinned(stc_device* device, double timeout_s) {
+    return guarded(device, [&] { device->await_pins(Deadline(timeout_s)); });
+}
+
 int stc_load(stc_reservation* reservation, stc_cache* cache, const stc_segment* segments, uint64_t count,
              uint64_t chunk_bytes, stc_ticket* out) {
     return guarded(both(reservation, cache), [&] {

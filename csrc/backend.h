@@ -39,6 +39,7 @@ struct Backend {
     uint64_t pages = 0;
     uint64_t huge_bytes = 0;
     bool fresh_pages_are_zero = false;
+    bool copies_pinned_alone = false;  // copies need registered memory of the host
 
     virtual uint64_t reserve(uint64_t bytes) = 0;
     virtual void release(uint64_t address, uint64_t bytes) = 0;
@@ -51,7 +52,7 @@ struct Backend {
     virtual EventPtr record(Lane) = 0;
     virtual EventPtr record_stream(void* stream) = 0;
     virtual void hold_lane(Lane, Event&) = 0;
-    virtual void pin(void* base, uint64_t bytes) = 0;
+    virtual void pin(void* base, uint64_t bytes) = 0;  // registers memory of the host
     virtual void unpin(void* base) = 0;
     virtual int export_page(uint32_t page, uint64_t& fd_offset) = 0;
 };

@@ -70,13 +70,21 @@ void Cache::discard(uint64_t offset, uint64_t length) {
 
 void Cache::pin(Device& device, uint64_t offset, uint64_t length) {
     char* pinned = range(offset, length);
-    device.backend->pin(pinned, length);
-    {
-        std::lock_guard<std::mutex> lock(device.mu);
-        device.users++;
-    }
+    if (offset % 4096) fail(STC_INVALID, "offset ", offset, " is not a multiple of 4096");
+    device.pin(pinned, length);
     std::lock_guard<std::mutex> lock(mu_);
     pins_.push_back({&device, pinned});
+}
+
+void Cache::unpin(Device& device, uint64_t offset) {
+    {
+        std::lock_guard<std::mutex> lock(mu_);
+        const auto is_it = [&](const Pin& pin) { return pin.device == &device && pin.base == base + offset; };
+        const auto pin = std::find_if(pins_.begin(), pins_.end(), is_it);
+        if (pin == pins_.end()) fail(STC_INVALID, "no range at ", offset, " of the cache is pinned for this device");
+        pins_.erase(pin);
+    }
+    device.unpin(base + offset);
 }
 
 void Cache::use(const TicketPtr& ticket) {
@@ -91,17 +99,14 @@ void Cache::drop_finished_users() {
 }
 
 void Cache::close() {
-    std::lock_guard<std::mutex> lock(mu_);
+    std::unique_lock<std::mutex> lock(mu_);
     drop_finished_users();
     if (!users_.empty()) {
         fail(STC_STATE, users_.size(), " transfers use the cache: wait for them or cancel them first");
     }
-    for (const Pin& pin : pins_) {
-        pin.device->backend->unpin(pin.base);
-        std::lock_guard<std::mutex> device_lock(pin.device->mu);
-        pin.device->users--;
-    }
-    pins_.clear();
+    const std::vector<Pin> pins = std::move(pins_);
+    lock.unlock();  // a device locks its own members first
+    for (const Pin& pin : pins) pin.device->unpin(pin.base);
 }
 
 }  // namespace staccato

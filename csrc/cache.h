@@ -18,6 +18,7 @@ class Cache {
     uint64_t commit(uint64_t offset, uint64_t bytes);    // returns bytes in 2 MiB folios
     void discard(uint64_t offset, uint64_t bytes);
     void pin(Device&, uint64_t offset, uint64_t bytes);
+    void unpin(Device&, uint64_t offset);  // the range pinned at `offset`
     void use(const TicketPtr&);  // notes a transfer that reads or writes the cache
     void close();                // throws while transfers use the cache; then call only the destructor
 

@@ -65,7 +65,10 @@ Worker::~Worker() {
 
 // -- life -------------------------------------------------------------------------------------------------------------
 
-Device::Device(const stc_config& config) : backend(open_backend(config)), pool(backend->pages) {
+Device::Device(const stc_config& config)
+    : backend(open_backend(config)),
+      pool(backend->pages),
+      pins_(*backend, config.pinned_most, [this](Lane lane) { drain(lane); }) {
     reaper_ = std::thread([this] { reap(); });
 }
 
@@ -92,6 +95,7 @@ stc_stats Device::stats() {
     stats.pages_clean = pool.count(CLEAN);
     stats.pages_limbo = pool.count(LIMBO);
     stats.pages_promised = promised;
+    pins_.add_to(stats);
     return stats;
 }
 
@@ -271,7 +275,8 @@ void Device::unmap(uint64_t address, uint64_t bytes) {
 void Device::copy(Lane lane, const Copy& copy, Direction direction) {
     fault(COPY);
     const auto start = Clock::now();
-    backend->copy(lane, copy, direction);
+    const auto issue = [&](const Copy& part) { backend->copy(lane, part, direction); };
+    backend->copies_pinned_alone ? pins_.each(copy, lane, issue) : issue(copy);
     pace(direction, copy.bytes());
     std::lock_guard<std::mutex> lock(mu);
     counted.copy_calls++;
@@ -289,6 +294,34 @@ void Device::drain(Lane lane) noexcept {
     try {
         backend->record(lane)->wait();
     } catch (const std::exception&) {  // the device is gone: nothing is in flight
+    }
+}
+
+// -- pins -------------------------------------------------------------------------------------------------------------
+
+void Device::pin(char* base, uint64_t bytes) {
+    pins_.announce(base, bytes);
+    {
+        std::lock_guard<std::mutex> lock(mu);
+        users++;
+    }
+    pinner.post([this, base] {
+        pins_.fill(base);
+        std::lock_guard<std::mutex> lock(mu);
+        announce();
+    });
+}
+
+void Device::unpin(char* base) {
+    pins_.withdraw(base);
+    std::lock_guard<std::mutex> lock(mu);
+    users--;
+}
+
+void Device::await_pins(const Deadline& deadline) {
+    Lock lock(mu);
+    if (!await(lock, deadline, [&] { return pins_.idle(); })) {
+        fail(STC_TIMEOUT, "memory of the host is still being pinned after ", deadline.timeout_s, " s: wait longer");
     }
 }
 

@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "pins.h"
 #include "pool.h"
 #include "ticket.h"
 
@@ -104,6 +105,10 @@ class Device {
 
     void drain(Lane) noexcept;  // waits until no work of the lane is in flight
 
+    void pin(char* base, uint64_t bytes);  // begins to register the range; copies wait for their extents
+    void unpin(char* base);                // waits for copies from and to the range
+    void await_pins(const Deadline&);      // waits until every range is registered, as far as the limit goes
+
     void inject(int operation, uint64_t nth);
     void throttle(double bytes_per_s);
     stc_stats stats();
@@ -127,12 +132,14 @@ class Device {
     double bytes_per_s_ = 0;
     std::array<Clock::time_point, 2> link_free_at_{};
     bool stopping_ = false;
+    Pins pins_;
     std::thread reaper_;
 
   public:
     // Last members, so that threads finish their jobs before other members are destroyed.
     std::array<Worker, LANES> lanes;
     Worker mapper;
+    Worker pinner;
 };
 
 }  // namespace staccato

@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define STC_ABI 3
+#define STC_ABI 4
 #define STC_EXPORT __attribute__((visibility("default")))
 
 typedef struct stc_device stc_device;           /* pool, move list, threads that copy, map and unmap */
@@ -52,6 +52,7 @@ typedef struct {
     uint32_t exportable;  /* CUDA: pages can be handed to other processes */
     uint32_t helpers;     /* CUDA: bits of other devices, by ordinal: helpers' links to the host carry loads, too */
     uint64_t relay_bytes; /* of each helper's memory, for data passing through; 0: 32 MiB */
+    uint64_t pinned_most; /* CUDA: most bytes of the host that are registered (pinned) at a time; 0: no limit */
 } stc_config;
 
 typedef struct {
@@ -61,7 +62,8 @@ typedef struct {
     uint64_t huge_bytes;     /* bytes of the pool in 2 MiB folios */
     uint64_t map_calls, unmap_calls, unmap_failures, copy_calls;
     uint64_t to_device_bytes, to_host_bytes, zeroed_bytes;
-    double map_s, unmap_s, copy_s;
+    uint64_t pinned_bytes, pin_calls; /* bytes of the host that are registered now; calls of the driver so far */
+    double map_s, unmap_s, copy_s, pin_s;
 } stc_stats;
 
 enum { STC_PAGE_FREE = 0, STC_PAGE_MAPPED = 1, STC_PAGE_CLEAN = 2, STC_PAGE_LIMBO = 3 };
@@ -121,8 +123,14 @@ STC_EXPORT int stc_cache_open(int fd, uint64_t bytes, stc_cache **out, void **ba
 STC_EXPORT int stc_cache_close(stc_cache *); /* STC_STATE while transfers use the cache */
 STC_EXPORT int stc_cache_commit(stc_cache *, uint64_t offset, uint64_t bytes, uint64_t *huge_bytes);
 STC_EXPORT int stc_cache_discard(stc_cache *, uint64_t offset, uint64_t bytes); /* memory back to the machine */
-/* Lets the device read committed memory at full speed. Call once in each process and range, off the hot path. */
+/* Registers committed memory with the device's driver, in the background and in extents; returns at once. On CUDA a
+ * transfer from or to memory that was not pinned fails, and a transfer waits until its extents are registered. Under
+ * the limit `pinned_most` the least recently used extents make room for others. Every process pins for itself. */
 STC_EXPORT int stc_cache_pin(stc_cache *, stc_device *, uint64_t offset, uint64_t bytes);
+/* Ends the pin of the range at `offset`; waits for the transfers that were begun. Call before the range's memory is
+ * discarded by any process: the driver would go on using the old memory. */
+STC_EXPORT int stc_cache_unpin(stc_cache *, stc_device *, uint64_t offset);
+STC_EXPORT int stc_device_pinned(stc_device *, double timeout_s); /* waits until all pins are registered, to the limit */
 
 /* -- transfers --------------------------------------------------------------------------------------------------- */
 

@@ -35,6 +35,7 @@ class Began(msgspec.Struct, frozen=True):
     tensor_parallel: int = 1  # devices over which each model is split: see runtime/group/group.py
     load_helpers: tuple[int, ...] = ()  # further devices that help to load
     images_beside: bool = False  # the node has images made: see runtime/device/imaging.py
+    pinned_bytes: int = 0  # most bytes of the host cache registered with a GPU's driver at a time; 0: no limit
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]

@@ -75,9 +75,10 @@ struct EventOf {
 
 namespace {
 
-constexpr Result INVALID_VALUE = 1, INVALID_CONTEXT = 201;
+constexpr Result INVALID_VALUE = 1, INVALID_CONTEXT = 201, ALREADY_REGISTERED = 712;
 constexpr size_t GRANULE = 64 << 10;
 constexpr DeviceNumber DEVICES = 2;
+constexpr size_t MEMORY = 1 << 30;  // of each device
 
 struct Mapping {
     size_t bytes;  // of one handle
@@ -88,7 +89,39 @@ thread_local std::vector<DeviceNumber> contexts;  // of the thread, the current 
 std::mutex mappings_mu;
 std::map<Address, Mapping> mappings;
 std::map<Address, DeviceNumber> buffers;  // made by cuMemAlloc
+std::map<Address, size_t> buffer_bytes;
+std::map<PageHandle, std::pair<DeviceNumber, size_t>> pages;  // made by cuMemCreate: device and bytes
+std::array<size_t, DEVICES> taken;  // bytes of pages and buffers of each device
 std::array<std::atomic<uint64_t>, DEVICES> carried;  // bytes from the host
+
+// Not of CUDA: calls by kind, of all threads and of the calling thread.
+enum Kind { MAPS, ZEROES, WAITS, UNMAPS, REGISTRATIONS, COPIES, REFUSED_COPIES, LATE_COPIES, KINDS };
+std::array<std::atomic<uint64_t>, KINDS> calls;
+thread_local std::array<uint64_t, KINDS> own_calls;
+void count(Kind kind) { calls[kind]++, own_calls[kind]++; }
+
+std::map<uintptr_t, size_t> registered;  // memory of the host; guarded by mappings_mu
+
+// Whether the bytes lie in one registered range: a copy from two ranges is refused by a real driver as well.
+bool is_registered(const void* host, size_t bytes) {
+    const auto at = reinterpret_cast<uintptr_t>(host);
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    auto after = registered.upper_bound(at);
+    if (after == registered.begin()) return false;
+    --after;
+    return at + bytes <= after->first + after->second;
+}
+
+bool may_copy(const void* host, size_t bytes) {
+    count(COPIES);
+    if (is_registered(host, bytes)) return true;
+    return count(REFUSED_COPIES), false;
+}
+
+// A copy that comes after the end of the registration reads or writes memory that may be another's.
+void look_again(const void* host, size_t bytes) {
+    if (!is_registered(host, bytes)) count(LATE_COPIES);
+}
 
 char* pointer(Address address) { return reinterpret_cast<char*>(address); }
 
@@ -112,6 +145,14 @@ bool may_write(DeviceNumber device, Address address, size_t bytes) {
         if (std::next(at) == mappings.end() || std::next(at)->first != at->first + at->second.bytes) return false;
     }
     return false;
+}
+
+// Books bytes of a device; mappings_mu is held.
+bool take(DeviceNumber device, size_t bytes) {
+    size_t& of_device = taken[static_cast<size_t>(device)];
+    if (bytes > MEMORY - of_device) return false;
+    of_device += bytes;
+    return true;
 }
 
 Result set_protection(Address address, size_t bytes, int protection) {
@@ -148,22 +189,28 @@ FAKE(cuDeviceCanAccessPeer)(int* can, DeviceNumber device, DeviceNumber other) {
 
 FAKE(cuMemGetInfo_v2)(size_t* free_bytes, size_t* total_bytes) {
     NEEDS_CONTEXT;
-    return *free_bytes = *total_bytes = 1 << 30, SUCCESS;
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    return *total_bytes = MEMORY, *free_bytes = MEMORY - taken[static_cast<size_t>(contexts.back())], SUCCESS;
 }
 FAKE(cuMemGetAllocationGranularity)(size_t* granule, const AllocationProperties*, unsigned) {
     return *granule = GRANULE, SUCCESS;
 }
 FAKE(cuMemAlloc_v2)(Address* address, size_t bytes) {
     NEEDS_CONTEXT;
-    *address = reinterpret_cast<Address>(std::malloc(bytes));
     std::lock_guard<std::mutex> lock(mappings_mu);
+    if (!take(contexts.back(), bytes)) return OUT_OF_MEMORY;
+    *address = reinterpret_cast<Address>(std::malloc(bytes));
     buffers[*address] = contexts.back();
+    buffer_bytes[*address] = bytes;
     return SUCCESS;
 }
 FAKE(cuMemFree_v2)(Address address) {
     NEEDS_CONTEXT;
     std::lock_guard<std::mutex> lock(mappings_mu);
-    if (buffers.erase(address) == 0) return INVALID_VALUE;
+    if (buffers.count(address) == 0) return INVALID_VALUE;
+    taken[static_cast<size_t>(buffers[address])] -= buffer_bytes[address];
+    buffers.erase(address);
+    buffer_bytes.erase(address);
     return std::free(pointer(address)), SUCCESS;
 }
 FAKE(cuMemAddressReserve)(Address* address, size_t bytes, size_t, Address, unsigned long long) {
@@ -175,20 +222,32 @@ FAKE(cuMemAddressReserve)(Address* address, size_t bytes, size_t, Address, unsig
 FAKE(cuMemAddressFree)(Address address, size_t bytes) {
     return munmap(pointer(address), bytes) == 0 ? SUCCESS : INVALID_VALUE;
 }
-FAKE(cuMemCreate)(PageHandle* handle, size_t bytes, const AllocationProperties*, unsigned long long) {
+FAKE(cuMemCreate)(PageHandle* handle, size_t bytes, const AllocationProperties* properties, unsigned long long) {
     NEEDS_CONTEXT;
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    const DeviceNumber device = properties->location.id;
+    if (!take(device, bytes)) return OUT_OF_MEMORY;
     const int fd = memfd_create("fake-page", MFD_CLOEXEC);
     if (bytes % GRANULE || fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) return INVALID_VALUE;
     *handle = static_cast<PageHandle>(fd);
+    pages[*handle] = {device, bytes};
     return SUCCESS;
 }
-FAKE(cuMemRelease)(PageHandle handle) { return close(static_cast<int>(handle)) == 0 ? SUCCESS : INVALID_VALUE; }
+FAKE(cuMemRelease)(PageHandle handle) {
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    if (auto page = pages.find(handle); page != pages.end()) {
+        taken[static_cast<size_t>(page->second.first)] -= page->second.second;
+        pages.erase(page);
+    }
+    return close(static_cast<int>(handle)) == 0 ? SUCCESS : INVALID_VALUE;
+}
 FAKE(cuMemExportToShareableHandle)(void* fd, PageHandle handle, unsigned, unsigned long long) {
     *static_cast<int*>(fd) = dup(static_cast<int>(handle));
     return SUCCESS;
 }
 FAKE(cuMemMap)(Address address, size_t bytes, size_t offset, PageHandle handle, unsigned long long) {
     NEEDS_CONTEXT;
+    count(MAPS);
     std::lock_guard<std::mutex> lock(mappings_mu);
     const auto after = mappings.lower_bound(address);
     if (offset != 0 || (after != mappings.end() && after->first < address + bytes)) return INVALID_VALUE;
@@ -199,6 +258,7 @@ FAKE(cuMemMap)(Address address, size_t bytes, size_t offset, PageHandle handle, 
 }
 FAKE(cuMemUnmap)(Address address, size_t bytes) {
     NEEDS_CONTEXT;
+    count(UNMAPS);
     std::lock_guard<std::mutex> lock(mappings_mu);
     for (Address at = address; at < address + bytes; at += mappings[at].bytes) {
         if (!mappings.count(at) || at + mappings[at].bytes > address + bytes) return INVALID_VALUE;
@@ -224,6 +284,7 @@ FAKE(cuStreamCreate)(Stream* stream, unsigned) {
     return *stream = new StreamOf(contexts.back()), SUCCESS;
 }
 FAKE(cuStreamSynchronize)(Stream stream) {
+    count(WAITS);
     std::unique_lock<std::mutex> lock(stream->mu);
     stream->changed.wait(lock, [stream] { return stream->jobs.empty() && !stream->busy; });
     return SUCCESS;
@@ -266,24 +327,36 @@ FAKE(cuEventQuery)(EventHandle event) {
 }
 FAKE(cuEventSynchronize)(EventHandle event) {
     NEEDS_CONTEXT;
+    count(WAITS);
     event->wait(event->newest());
     return SUCCESS;
 }
 
 FAKE(cuMemcpyHtoDAsync_v2)(Address to, const void* from, size_t bytes, Stream stream) {
-    if (!may_write(stream->device, to, bytes)) return INVALID_VALUE;
+    if (!may_write(stream->device, to, bytes) || !may_copy(from, bytes)) return INVALID_VALUE;
     carried[static_cast<size_t>(stream->device)] += bytes;
-    return lag(stream, [=] { std::memcpy(pointer(to), from, bytes); });
+    return lag(stream, [=] {
+        look_again(from, bytes);
+        std::memcpy(pointer(to), from, bytes);
+    });
 }
 FAKE(cuMemcpyDtoDAsync_v2)(Address to, Address from, size_t bytes, Stream stream) {
     if (!may_write(stream->device, to, bytes)) return INVALID_VALUE;
     return lag(stream, [=] { std::memcpy(pointer(to), pointer(from), bytes); }, 1000);  // after all that is not awaited
 }
 FAKE(cuMemcpyDtoHAsync_v2)(void* to, Address from, size_t bytes, Stream stream) {
-    return lag(stream, [=] { std::memcpy(to, pointer(from), bytes); });
+    if (!may_copy(to, bytes)) return INVALID_VALUE;
+    return lag(stream, [=] {
+        look_again(to, bytes);
+        std::memcpy(to, pointer(from), bytes);
+    });
 }
 FAKE(cuMemcpy2DAsync_v2)(const Copy2D* rows, Stream stream) {
-    return lag(stream, [copy = *rows] {
+    const Side& host = rows->source.memory_type == MEMORY_HOST ? rows->source : rows->target;
+    const size_t span = (rows->height - 1) * host.pitch + rows->width;
+    if (!may_copy(host.host, span)) return INVALID_VALUE;
+    return lag(stream, [copy = *rows, memory = host.host, span] {
+        look_again(memory, span);
         auto start = [](const Side& side) {
             if (side.memory_type == MEMORY_DEVICE) return pointer(side.device);
             return static_cast<char*>(const_cast<void*>(side.host));
@@ -295,13 +368,41 @@ FAKE(cuMemcpy2DAsync_v2)(const Copy2D* rows, Stream stream) {
     });
 }
 FAKE(cuMemsetD8Async)(Address address, unsigned char value, size_t bytes, Stream stream) {
+    count(ZEROES);
     return lag(stream, [=] { std::memset(pointer(address), value, bytes); });
 }
-FAKE(cuMemHostRegister_v2)(void*, size_t, unsigned) {
+FAKE(cuMemHostRegister_v2)(void* base, size_t bytes, unsigned) {
     NEEDS_CONTEXT;
-    return SUCCESS;
+    count(REGISTRATIONS);
+    const auto at = reinterpret_cast<uintptr_t>(base);
+    if (at % 4096) return INVALID_VALUE;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    const auto after = registered.lower_bound(at);
+    if (after != registered.end() && after->first < at + bytes) return ALREADY_REGISTERED;
+    if (after != registered.begin() && std::prev(after)->first + std::prev(after)->second > at) return ALREADY_REGISTERED;
+    return registered[at] = bytes, SUCCESS;
 }
-FAKE(cuMemHostUnregister)(void*) { return SUCCESS; }
+FAKE(cuMemHostUnregister)(void* base) {
+    NEEDS_CONTEXT;
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    return registered.erase(reinterpret_cast<uintptr_t>(base)) ? SUCCESS : INVALID_VALUE;
+}
+
+// What vLLM's libraries and the CUDA runtime look for when they are loaded, and must not find out of here.
+constexpr Result NOT_FOUND = 500;
+FAKE(cuGetProcAddress_v2)(const char*, void** function, int, unsigned long long, int*) {
+    return *function = nullptr, NOT_FOUND;
+}
+FAKE(cuPointerGetAttribute)(void*, int, Address) { return INVALID_VALUE; }
+FAKE(cuTensorMapEncodeTiled)() { return NOT_FOUND; }
+FAKE(cuCtxGetCurrent)(Context* context) { return *context = nullptr, SUCCESS; }
+FAKE(cuCtxSetCurrent)(Context) { return SUCCESS; }
+
+// Not of CUDA: the calls of a kind, of all threads or of the calling thread.
+extern "C" __attribute__((visibility("default"))) uint64_t fake_calls(int kind, int own) {
+    return own ? own_calls[static_cast<size_t>(kind)] : calls[static_cast<size_t>(kind)].load();
+}
 
 // Not of CUDA: the bytes that came to a device from the host.
 extern "C" __attribute__((visibility("default"))) uint64_t fake_carried(DeviceNumber device) {

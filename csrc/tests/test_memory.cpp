@@ -30,8 +30,8 @@ uint32_t backend, helpers;
     } while (false)
 
 struct Device {
-    explicit Device(uint64_t pages = POOL_PAGES) {
-        const stc_config config{backend, 0, PAGE, pages * PAGE, 0, 0, helpers, RELAY_BYTES};
+    explicit Device(uint64_t pages = POOL_PAGES, uint64_t pinned_most = 0) {
+        const stc_config config{backend, 0, PAGE, pages * PAGE, 0, 0, helpers, RELAY_BYTES, pinned_most};
         EXPECT(stc_device_open(&config, &handle) == STC_OK);
     }
     ~Device() {
@@ -66,12 +66,13 @@ struct Reservation {
 };
 
 struct Cache {
-    explicit Cache(uint64_t pages) : size(pages * PAGE) {
+    Cache(const Device& device, uint64_t pages) : size(pages * PAGE) {
         void* base;
         int fd;
         uint64_t huge;
         EXPECT(stc_cache_open(-1, size, &handle, &base, &fd) == STC_OK);
         EXPECT(stc_cache_commit(handle, 0, size, &huge) == STC_OK);
+        EXPECT(stc_cache_pin(handle, device.handle, 0, size) == STC_OK);
         bytes = static_cast<unsigned char*>(base);
         for (uint64_t i = 0; i < size; i++) bytes[i] = static_cast<unsigned char>(i * 31 + i / PAGE);
     }
@@ -111,7 +112,7 @@ void owners_never_see_each_others_pages() {
 // The copy out is slow, its pages are unmapped and the same addresses mapped and written while it is under way.
 void a_late_unmap_leaves_the_newer_mapping_alone() {
     Device device;
-    Cache cache(16);
+    Cache cache(device, 16);
     Reservation reservation(device, 16);
     EXPECT(stc_device_throttle(device.handle, 256e6) == STC_OK);
     for (int round = 1; round <= 20; round++) {
@@ -131,7 +132,7 @@ void a_late_unmap_leaves_the_newer_mapping_alone() {
 
 void loads_and_cancels_of_many_threads_lose_no_page() {
     Device device;
-    Cache cache(16);
+    Cache cache(device, 16);
     std::atomic<int> loaded{0}, cancelled{0}, refused{0};
     in_threads(6, [&](int thread) {
         Reservation reservation(device, 16);
@@ -168,7 +169,7 @@ void a_load_comes_over_all_links() {
     const auto carried = reinterpret_cast<uint64_t (*)(int)>(dlsym(dlopen("libcuda.so.1", RTLD_NOW), "fake_carried"));
     EXPECT(carried);
     Device device;
-    Cache cache(48);
+    Cache cache(device, 48);
     Reservation reservation(device, 48);
     const uint64_t before[] = {carried(0), carried(1)};
     const stc_segment segments[] = {{0, 0, 40 * PAGE + 1000}, {41 * PAGE, 41 * PAGE, 7 * PAGE}};
@@ -187,8 +188,8 @@ void a_load_comes_over_all_links() {
 // Three owners move their blocks out and in by turns while a fourth loads and the injector fails this and that.
 void blocks_survive_faults_and_company() {
     Device device;
-    Cache image(16);
-    Cache parked(3 * 16);
+    Cache image(device, 16);
+    Cache parked(device, 3 * 16);
     std::atomic<bool> over{false};
     std::thread chaos([&] {
         std::minstd_rand random(7);
@@ -237,6 +238,45 @@ void blocks_survive_faults_and_company() {
                 static_cast<unsigned long long>(device.stats().unmap_failures));
 }
 
+// More ranges than may be registered at a time, pinned and unpinned by their threads while copies of others go on.
+void copies_meet_registered_memory_alone() {
+    const auto calls = backend == STC_BACKEND_HOST
+                           ? nullptr
+                           : reinterpret_cast<uint64_t (*)(int, int)>(
+                                 dlsym(dlopen("libcuda.so.1", RTLD_NOW), "fake_calls"));
+    enum { REFUSED_COPIES = 6, LATE_COPIES = 7 };
+    Device device(POOL_PAGES, 16 * PAGE);
+    Cache whole(device, 8);
+    void* base;
+    int fd;
+    uint64_t huge;
+    stc_cache* cache;
+    EXPECT(stc_cache_open(-1, 4 * 12 * PAGE, &cache, &base, &fd) == STC_OK);
+    EXPECT(stc_cache_commit(cache, 0, 4 * 12 * PAGE, &huge) == STC_OK);
+    in_threads(4, [&](int thread) {
+        Reservation reservation(device, 12);
+        const uint64_t mine = static_cast<uint64_t>(thread) * 12 * PAGE;
+        auto* bytes = static_cast<unsigned char*>(base) + mine;
+        EXPECT(stc_map(reservation.handle, 0, 12 * PAGE, LONG_S) == STC_OK);
+        for (int round = 0; round < 20; round++) {
+            stc_ticket out, in;
+            std::memset(reservation.bytes, round + 1, 12 * PAGE);
+            EXPECT(stc_cache_pin(cache, device.handle, mine, 12 * PAGE) == STC_OK);
+            EXPECT(stc_copy(reservation.handle, 0, cache, mine + 100, 11 * PAGE, STC_TO_HOST, 0, &out) == STC_OK);
+            EXPECT(stc_copy(reservation.handle, 0, cache, mine, 12 * PAGE, STC_TO_DEVICE, out, &in) == STC_OK);
+            if (round % 2) EXPECT(stc_ticket_wait(device.handle, in, LONG_S) == STC_OK);
+            EXPECT(device.stats().pinned_bytes <= 16 * PAGE);
+            EXPECT(stc_ticket_wait(device.handle, in, LONG_S) == STC_OK);
+            EXPECT(filled(bytes + 100, 11 * PAGE, static_cast<unsigned char>(round + 1)));
+            EXPECT(stc_cache_unpin(cache, device.handle, mine) == STC_OK);
+        }
+        EXPECT(stc_unmap(reservation.handle, 0, 12 * PAGE, 0) == STC_OK);
+    });
+    EXPECT(stc_device_pinned(device.handle, LONG_S) == STC_OK);
+    EXPECT(stc_cache_close(cache) == STC_OK);
+    EXPECT(!calls || (calls(REFUSED_COPIES, 0) == 0 && calls(LATE_COPIES, 0) == 0));
+}
+
 // Each thread captures every other allocation that it makes in the object; all are freed there.
 void captures_of_many_threads_are_not_mixed_up(const char* name) {
     void* object = dlopen(name, RTLD_LAZY);
@@ -274,6 +314,7 @@ struct {
     {"loads and cancels of many threads lose no page", loads_and_cancels_of_many_threads_lose_no_page},
     {"a load comes over all links", a_load_comes_over_all_links},
     {"blocks survive faults and company", blocks_survive_faults_and_company},
+    {"copies meet registered memory alone", copies_meet_registered_memory_alone},
     {"captures of an object that binds late", captures_of_an_object_that_binds_late},
     {"captures of an object that is sealed", captures_of_an_object_that_is_sealed},
 };

@@ -41,6 +41,7 @@ from runtime.engine.golden import Golden
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.vllm import VllmEngine, chain, clean_up_after, first_line
 from runtime.engine.worker import Building, building, pause
+from runtime.memory import outside
 from runtime.memory.images import Image, ImageKey, Images, Making
 from runtime.memory.lent import write_out
 from runtime.memory.native import MIXED, Backend, DevicePool, PageState
@@ -70,9 +71,6 @@ _meta = msgspec.msgpack.Encoder()
 ADDRESSES_PER_FILE_BYTE = 6  # for wider types, and packed copies beside tied embeddings; addresses cost no memory
 ADDRESSES_LEAST = 256 << 20
 KEPT_PART = 32  # up to 1/32 of the host cache is kept, while empty, for requests to be parked
-# When vLLM's worker starts, this share of a GPU's memory must be free, whatever kv_cache_memory_bytes says. The pool
-# has nearly all of a GPU's memory already.
-CUDA_SETTINGS: dict[str, Any] = {"gpu_memory_utilization": 0.001}
 IMAGE_FORMAT, FILES_FORMAT = "staccato_image", "staccato_files"
 
 
@@ -104,14 +102,24 @@ class Builder:
         pool_bytes: size of the pool.
         host_bytes: size of the host cache, the most that images and parked requests may take.
         host_fd: file descriptor of another process's host cache, to share images; -1 to make a new host cache.
-        helpers: other GPUs, by ordinal, that help to load."""
+        helpers: other GPUs, by ordinal, that help to load.
+        pinned_bytes: most bytes of the host cache that are registered with a GPU's driver at a time; 0: no limit."""
 
-    def __init__(self, pool_bytes: int, host_bytes: int, host_fd: int = -1, helpers: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        pool_bytes: int,
+        host_bytes: int,
+        host_fd: int = -1,
+        helpers: Collection[int] = (),
+        pinned_bytes: int = 0,
+    ) -> None:
         self.version = check_version()
         backend = Backend.HOST if current_platform.is_cpu() else Backend.CUDA
-        self.device = DevicePool(pool_bytes, backend=backend, helpers=helpers)
+        self.device = DevicePool(pool_bytes, backend=backend, helpers=helpers, pinned_most=pinned_bytes)
         kept = host_bytes // KEPT_PART
         self.images = Images.create(host_bytes, kept) if host_fd < 0 else Images.open(host_fd, kept)
+        if backend is Backend.CUDA:
+            self.images.pin_for(self.device)
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
         self.life, self.block_tokens = self.images.life, 0
         # A second process would need memory of the GPU, which the pool has nearly all of.
@@ -136,8 +144,8 @@ class Builder:
 
     def close(self) -> None:
         """Close the pool and the host cache. Close all engines first."""
+        self.images.close()  # first, for the device has ranges of the cache pinned
         self.device.close()
-        self.images.close()
 
     def __call__(self, spec: EngineSpec, told: Told = _nobody, /) -> VllmEngine:
         return self.build(spec, told)
@@ -236,7 +244,7 @@ class Builder:
             scheduler_cls=MovingScheduler,
             tensor_parallel_size=ranks.size(),
             distributed_executor_backend="external_launcher" if ranks.size() > 1 else None,
-            **({} if self.device.backend is Backend.HOST else CUDA_SETTINGS),
+            **self._by_device(spec),
             **more,
         )
         config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
@@ -251,6 +259,12 @@ class Builder:
             raise
         finally:
             building.reset(token)
+
+    def _by_device(self, spec: EngineSpec) -> dict[str, Any]:
+        """Settings of vLLM that depend on the device."""
+        if self.device.backend is Backend.HOST:
+            return {}
+        return outside.settings(Path(spec.path), torch.cuda.mem_get_info()[1])
 
 
 @register_model_loader(IMAGE_FORMAT)

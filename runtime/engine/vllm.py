@@ -290,7 +290,10 @@ class VllmEngine:
     def move_in(self, image: Image, key: ImageKey, golden: Golden, sequential: bool) -> None:
         """End the build: from now on the weights lie in the image, and the device holds none of the weights."""
         self.weights.image, self.key, self._golden = image, key, golden
+        self.home.forget_old()
         self.home.settle()
+        if left := self.home.strays():
+            log.warning("engine.strays", blocks=len(left), bytes=sum(left.values()), largest=next(iter(left.values())))
         if sequential:
             self.sequential, self._scheduler.max_num_active_reqs = True, 1
 
@@ -309,10 +312,11 @@ class VllmEngine:
         return None
 
     def stray_bytes(self) -> int:
-        """Bytes of parameters and buffers outside the reservation of the model's weights."""
+        """Bytes of parameters, buffers and further tensors of the model outside the reservation of its weights."""
         home = range(self.home.reservation.address, self.home.reservation.address + self.home.reservation.bytes)
         tensors = (tensor for tensor in (*self._model.parameters(), *self._model.buffers()) if tensor.numel())
-        return sum(tensor.nbytes for tensor in tensors if tensor.data_ptr() not in home)
+        seen = int(sum(tensor.nbytes for tensor in tensors if tensor.data_ptr() not in home))
+        return seen + sum(self.home.strays().values())
 
     def take_in(self) -> None:
         """Move the model's tensors into the reservation; the addresses stay fixed while the engine lives."""

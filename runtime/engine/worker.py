@@ -39,7 +39,7 @@ from runtime import slices
 from runtime.core.engine import EngineError
 from runtime.engine import groups, ranks
 from runtime.engine.runner import PooledRunner
-from runtime.memory import native
+from runtime.memory import native, outside
 from runtime.memory.kv import KvRegion
 from runtime.memory.lent import lend, take_back
 from runtime.memory.native import DevicePool, Reservation
@@ -145,6 +145,7 @@ class PooledWorker(Worker):
         _check_positions(self.model_runner.model, self.vllm_config.model_config.max_model_len)
         pause()
         now.home.found = tensors_of(self.model_runner.model)
+        now.home.runner_tensors = lambda: reachable([vars(self.model_runner)])
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """vLLM's specs by layer. States are kept at the ends of blocks alone: vLLM's scheduler ends the pieces of a
@@ -248,6 +249,8 @@ class Home:
         self._left = False
         self.found: list[torch.Tensor] = []  # tensors of the model as loaded by vLLM: `take_in` moves the tensors
         self._old: list[torch.UntypedStorage] = []  # overwritten storages of moved tensors
+        self._before = self._live()  # blocks of torch's allocator from before the model
+        self.runner_tensors: Callable[[], list[torch.Tensor]] = list  # finds tensors that stay outside on purpose
 
     def place(self, size: int) -> int:
         """Allocate `size` bytes; returns the offset. Raises EngineError if the reservation is too small."""
@@ -332,6 +335,17 @@ class Home:
             for tensors in by_storage.values():
                 pause()
                 self._leave_behind(self._move(tensors))
+
+    def strays(self) -> dict[int, int]:
+        """Blocks of torch's allocator that the model took and still holds outside this home: bytes by address. Without
+        a GPU none is known: torch's allocator for CPUs tells nothing."""
+        kept = [tensor.data_ptr() for tensor in self.runner_tensors()] if self._before is not None else []
+        return outside.strays(self._before or {}, self._live() or {}, kept)
+
+    def _live(self) -> dict[int, int] | None:
+        if self.reservation.device.backend is native.Backend.HOST:
+            return None
+        return outside.live_blocks(torch.cuda.memory_snapshot())  # type: ignore[no-untyped-call]
 
     def _move(self, tensors: list[torch.Tensor]) -> torch.UntypedStorage:
         """Move tensors of one storage; the tensors go on sharing a storage. Returns the old storage."""
@@ -431,9 +445,13 @@ def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
     """Every tensor held by the model: parameters, buffers, attributes, and tensors enclosed by layers' functions.
 
     A tensor without memory (on torch's device `meta`) belongs to a tower that vLLM left out."""
+    return reachable([vars(module) for module in model.modules()])
+
+
+def reachable(todo: list[Any]) -> list[torch.Tensor]:
+    """Every tensor with memory that can be reached from the objects of `todo`, modules inside of the objects aside."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
-    todo: list[Any] = [vars(module) for module in model.modules()]
     while todo:
         item = todo.pop()
         if id(item) in seen or isinstance(item, torch.nn.Module):  # the list holds every module already

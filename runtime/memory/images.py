@@ -24,6 +24,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import msgspec
@@ -39,7 +40,8 @@ from runtime.core.host_index import (
     fit_blocks,
     whole_folios,
 )
-from runtime.memory.native import CacheMemory, Code, PoolError
+from runtime.memory.native import CacheMemory, Code, DevicePool, PoolError
+from runtime.memory.pinning import NothingPinned, PinnedRuns
 from runtime.memory.slabs import Extent, HostBlockHold, Slabs
 
 RUNS_MOST = 4096  # runs beyond which no blocks are parked: 4096 runs of up to 200 bytes fit into half of the index
@@ -136,6 +138,7 @@ class Images:
         self.cache = cache
         self._kept_bytes = kept_bytes  # most memory for parked blocks kept while empty
         self._empty: dict[int, tuple[Slabs, Extent]] = {}  # empty extents by offset, the longest empty first
+        self._pinned = NothingPinned()
         self._locks = _Locks(cache.fd)
         self._view = cache.view(0, INDEX_BYTES)
         self._closed = False
@@ -184,6 +187,10 @@ class Images:
     def fd(self) -> int:
         return self.cache.fd
 
+    def pin_for(self, device: DevicePool) -> None:
+        """Register with the driver of a GPU whatever this runtime holds from now on; call before anything is held."""
+        self._pinned = PinnedRuns(self.cache, device)
+
     def find(self, key: ImageKey) -> Image | None:
         """The image with a key, pinned until released; None if the cache has no finished image."""
         with self._change() as index:
@@ -193,6 +200,7 @@ class Images:
                 return None
             index.hits += 1
             index.pin(run, self._member)
+        self._pinned.take(run.offset, run.bytes)
         return self._image(run)
 
     def has(self, key: ImageKey) -> bool:
@@ -208,23 +216,24 @@ class Images:
         Takes over if the other runtime dies or gives up. Raises HostCacheFull, ImageBusy after `wait_s` seconds, and
         PoolError if the machine has no memory."""
         deadline = time.monotonic() + wait_s
-        while (run := self._claim(str(key), image_bytes, deadline)) is None:
+        while (run := self._claimed(str(key), image_bytes, deadline)) is None:
             time.sleep(POLL_S)
         if run.image_bytes != image_bytes:
-            self.release(run.offset)
+            self._give_back(run.offset)
             raise ValueError(
                 f"the image of {key.digest} has {run.image_bytes} bytes, {image_bytes} are expected: something that "
                 "decides its layout is missing in its key"
             )
         if run.state is RunState.READY:
+            self._pinned.take(run.offset, run.bytes)
             return self._image(run)
-        making = Making(self, run)
         try:
             self.cache.commit(run.offset, run.bytes)
+            self._pinned.take(run.offset, run.bytes)
         except BaseException:
-            making.abandon()
+            self._give_back(run.offset)
             raise
-        return making
+        return Making(self, run)
 
     def discard(self, key: ImageKey) -> bool:
         """Hide an image from `find`; the memory is free once no runtime uses the image. False if no image was found."""
@@ -246,6 +255,8 @@ class Images:
                 return None
             for run in runs:
                 index.pin(run, self._member)
+        for run in runs:
+            self._pinned.take(run.offset, run.bytes)
         return HostBlockHold(self, [run.offset for run in runs])
 
     def stats(self) -> HostCacheStats:
@@ -269,9 +280,10 @@ class Images:
         """Let go of pins, unfinished images and parked blocks of this runtime, and close the cache.
 
         Touching a view of the cache afterwards ends the process."""
+        self._closed = True
+        self._pinned.close()
         with self._change() as index:
             index.forget([self._member])
-        self._closed = True
         self._locks.close()
         self.cache.close()
 
@@ -280,6 +292,15 @@ class Images:
     def _image(self, run: FolioRun) -> Image:
         notes = self.cache.view(_notes_at(run), run.notes_bytes)
         return Image(self, run, msgspec.msgpack.decode(notes, type=Notes))
+
+    def _claimed(self, key: str, image_bytes: int, deadline: float) -> FolioRun | None:
+        """As `_claim`, and waits for runs whose registration with a GPU's driver is about to end."""
+        try:
+            return self._claim(key, image_bytes, deadline)
+        except HostCacheFull:
+            if not self._pinned.settle():
+                raise
+            return self._claim(key, image_bytes, deadline)
 
     def _claim(self, key: str, image_bytes: int, deadline: float) -> FolioRun | None:
         """The image's run, pinned: a finished image (READY), or room for this runtime to make the image (MAKING).
@@ -319,6 +340,10 @@ class Images:
         return self._image(run)
 
     def release(self, offset: int) -> None:
+        if not self._closed:
+            self._pinned.leave(offset, partial(self._give_back, offset))
+
+    def _give_back(self, offset: int) -> None:
         if self._closed:  # `close` dropped all pins
             return
         with self._change() as index:
@@ -326,6 +351,12 @@ class Images:
 
     def lend(self, blocks: int, block_bytes: int) -> list[Range]:
         """Allocate memory for `blocks` blocks, in one range or several; returns [] if there is too little memory."""
+        ranges = self._lend(blocks, block_bytes)
+        if not ranges and self._pinned.settle():
+            ranges = self._lend(blocks, block_bytes)
+        return ranges
+
+    def _lend(self, blocks: int, block_bytes: int) -> list[Range]:
         with self._change() as index:
             ranges = index.allocate(lambda gaps: fit_blocks(gaps, blocks, block_bytes))
             if not ranges and self._drop_empty(index):
@@ -333,12 +364,15 @@ class Images:
             if len(index.runs) + len(ranges) > RUNS_MOST:
                 return []
             index.runs += [FolioRun(r.start, r.bytes, RunState.PARKED, {self._member: 1}) for r in ranges]
+        held: list[Range] = []
         try:
             for range_ in ranges:
                 self.cache.commit(range_.start, range_.bytes)
+                self._pinned.take(range_.start, range_.bytes)
+                held.append(range_)
         except BaseException as error:
             for range_ in ranges:
-                self.release(range_.start)
+                self.release(range_.start) if range_ in held else self._give_back(range_.start)
             if isinstance(error, PoolError) and error.code is Code.NO_MEMORY:
                 return []
             raise
@@ -360,6 +394,7 @@ class Images:
         empty, self._empty = self._empty, {}
         for slabs, extent in empty.values():
             slabs.lose(extent)
+            self._pinned.leave_now(extent.offset)
             index.unpin(index.at(extent.offset), self._member)
         return bool(empty)
 

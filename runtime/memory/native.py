@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 LIBRARY = Path(__file__).parents[2] / "csrc/build/libstaccato_memory.so"
-ABI = 3
+ABI = 4
 MIXED = 0xFFFFFFFF  # owner of a page being loaded, or of a page with a load failed in the middle
 
 
@@ -119,16 +119,20 @@ class Stats:
     to_device_bytes: int
     to_host_bytes: int
     zeroed_bytes: int
+    pinned_bytes: int
+    pin_calls: int
     map_s: float
     unmap_s: float
     copy_s: float
+    pin_s: float
 
 
 class DevicePool:
     """A pool of pages on a device. Release the reservations and close the pinned caches before closing the device.
 
     `helpers`: other CUDA devices, by ordinal. A part of every load comes over the links between host and helpers
-    (Prism, 5.2); each helper keeps `relay_bytes` bytes for data passing through, 32 MiB if 0."""
+    (Prism, 5.2); each helper keeps `relay_bytes` bytes for data passing through, 32 MiB if 0. `pinned_most`: the most
+    bytes of the host that are registered with the driver at a time; 0: no limit."""
 
     def __init__(
         self,
@@ -141,10 +145,13 @@ class DevicePool:
         exportable: bool = False,
         helpers: Collection[int] = (),
         relay_bytes: int = 0,
+        pinned_most: int = 0,
     ) -> None:
         self._handle = c_void_p()
         bits = sum(1 << helper for helper in set(helpers))
-        config = _Config(backend, ordinal, page_bytes, pool_bytes, huge_folios, exportable, bits, relay_bytes)
+        config = _Config(
+            backend, ordinal, page_bytes, pool_bytes, huge_folios, exportable, bits, relay_bytes, pinned_most
+        )
         _check(_library().stc_device_open(byref(config), byref(self._handle)))
         self.backend = backend
         self.ordinal = ordinal
@@ -177,6 +184,10 @@ class DevicePool:
     def settle(self, timeout_s: float) -> None:
         """Wait until no page is in limbo. Raises PoolError with Code.TIMEOUT."""
         _check(_library().stc_device_settle(self._handle, timeout_s))
+
+    def await_pins(self, timeout_s: float) -> None:
+        """Wait until every pinned range is registered, as far as the limit goes. Raises PoolError: Code.TIMEOUT."""
+        _check(_library().stc_device_pinned(self._handle, timeout_s))
 
     def throttle(self, bytes_per_s: float) -> None:
         """Slow copies down to a link of `bytes_per_s` in each direction; 0 lifts the limit."""
@@ -376,7 +387,13 @@ class CacheMemory:
         _check(_library().stc_cache_discard(self._handle, offset, size))
 
     def pin(self, device: DevicePool, offset: int, size: int) -> None:
+        """Begin to register a range with the device's driver; returns at once. A GPU copies from and to no other
+        memory, and a transfer waits for its part. The range must have memory until `unpin`. Raises PoolError."""
         _check(_library().stc_cache_pin(self._handle, device._handle, offset, size))
+
+    def unpin(self, device: DevicePool, offset: int) -> None:
+        """End the registration of the range pinned at `offset`; transfers from and to the range must be over."""
+        _check(_library().stc_cache_unpin(self._handle, device._handle, offset))
 
     def view(self, offset: int, size: int) -> memoryview:
         if offset < 0 or size < 0 or offset + size > self.bytes:
@@ -438,6 +455,7 @@ class _Config(ctypes.Structure):
         ("exportable", c_uint32),
         ("helpers", c_uint32),
         ("relay_bytes", c_uint64),
+        ("pinned_most", c_uint64),
     ]
 
 
@@ -486,6 +504,8 @@ _SIGNATURES = {
     "stc_cache_commit": [c_void_p, c_uint64, c_uint64, c_void_p],
     "stc_cache_discard": [c_void_p, c_uint64, c_uint64],
     "stc_cache_pin": [c_void_p, c_void_p, c_uint64, c_uint64],
+    "stc_cache_unpin": [c_void_p, c_void_p, c_uint64],
+    "stc_device_pinned": [c_void_p, c_double],
     "stc_load": [c_void_p, c_void_p, POINTER(_Segment), c_uint64, c_uint64, c_void_p],
     "stc_copy": [c_void_p, c_uint64, c_void_p, c_uint64, c_uint64, c_int, c_uint64, c_void_p],
     "stc_copy_blocks": [c_void_p, c_void_p, POINTER(_Piece), c_uint64, POINTER(c_uint32), POINTER(c_uint32), c_uint64]

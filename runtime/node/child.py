@@ -77,6 +77,7 @@ class DeviceChild:
             tensor_parallel=settings.tensor_parallel,
             load_helpers=settings.load_helpers,
             images_beside=self.images is not None,
+            pinned_bytes=int(settings.cache_pinned),
         )
         fds = [fd, self._host_cache, self._stepping_fd]
         return await _started(self._command, began.arguments(), settings, fds, self._forks)

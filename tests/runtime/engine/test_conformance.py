@@ -377,17 +377,13 @@ def test_tensors_over_a_gpus_pool_name_the_gpu_by_its_number(monkeypatch: pytest
     assert asked == ["cuda:3"]
 
 
-def test_a_build_gives_torchs_unused_memory_back_and_asks_for_none_beyond_the_pool(
+def test_a_build_gives_torchs_unused_memory_back(
     build: Any, random_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
-    from runtime.engine.builder import CUDA_SETTINGS
-
     calls: list[bool] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(True))
     build(spec(random_models["llama"])).close()
     assert calls == [True]
-    assert 0 < CUDA_SETTINGS["gpu_memory_utilization"] <= 0.01, "nearly all of a GPU's memory is the pool's already"
 
 
 def test_a_model_whose_table_of_positions_is_too_short_is_not_built(build: Any, tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""Settings of vLLM by a GPU's memory, and blocks of torch's allocator that a model left behind; without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runtime.memory.outside import COUNT_BYTES, COUNTS_PART, live_blocks, settings, strays
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "vocabulary", "requests", "tokens"),
+    [
+        (141, 151_936, 240, 8192),  # H200 and Qwen3
+        (80, 128_256, 160, 8192),  # H100 and Llama 3
+        (141, 1_000, 1024, 8192),  # no more than vLLM's own number
+        (24, 151_936, 64, 2048),  # small GPU: the least number, though its tables take more than their part
+    ],
+)
+def test_a_batch_is_as_large_as_the_gpus_memory_bears(
+    tmp_path: Path, memory_gib: int, vocabulary: int, requests: int, tokens: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": vocabulary}}))
+    told = settings(tmp_path, memory_gib * GIB)
+    assert (told["max_num_seqs"], told["max_num_batched_tokens"]) == (requests, tokens)
+    table = requests * vocabulary * COUNT_BYTES
+    assert requests == 64 or table <= memory_gib * GIB // COUNTS_PART
+
+
+def test_vllm_asks_for_no_free_memory_beside_the_pool(tmp_path: Path) -> None:
+    assert 0 < settings(tmp_path, 80 * GIB)["gpu_memory_utilization"] <= 0.01, "nearly all memory is the pool's already"
+
+
+def block(address: int, size: int, state: str = "active_allocated") -> dict[str, object]:
+    return {"address": address, "size": size, "state": state}
+
+
+def test_a_large_block_that_no_tensor_of_the_runner_explains_is_a_stray() -> None:
+    snapshot = [
+        {"blocks": [block(0, 4 * MIB), block(4 * MIB, 8 * MIB), block(12 * MIB, 64 * MIB, "inactive")]},
+        {"blocks": [block(100 * MIB, 2 * MIB), block(200 * MIB, MIB // 2), block(300 * MIB, 3 * MIB)]},
+    ]
+    now = live_blocks(snapshot)
+    assert 12 * MIB not in now
+    assert strays({0}, now, [300 * MIB + 256]) == {4 * MIB: 8 * MIB, 100 * MIB: 2 * MIB}
