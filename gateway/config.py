@@ -78,6 +78,9 @@ class Settings(BaseSettings):
     device_memory: ByteSize = Field(ByteSize(512 << 20), ge=4 << 20)  # pool of pages of each runtime
     # Host memory for images of models and parked requests, shared by all runtimes:
     host_cache: ByteSize = Field(ByteSize(_memory() // 2), ge=16 << 20)
+    # Disk memory for images of models, shared by all runtimes; 0: none. Images outlive the platform.
+    disk_cache: ByteSize = Field(default_factory=lambda values: ByteSize(_disk(values["data"]) // 4), ge=0)
+    disk_folder: Path = Field(default_factory=lambda values: values["data"] / "images")
     policy: str = "slack"
     fork_server: bool = True  # fork the gateway and the device processes from a process that has imported vLLM
     fork_server_fd: int = -1  # inherited socket for orders to a fork server that runs already
@@ -104,7 +107,7 @@ class Settings(BaseSettings):
     hold_deadline_s: float = Field(60.0, gt=0)  # longest wait for a model to wake
     resume_deadline_s: float = Field(60.0, gt=0)  # longest wait of a stream for a new runtime, if the old one died
 
-    @field_validator("data", "models")
+    @field_validator("data", "models", "disk_folder")
     @classmethod
     def _absolute(cls, data: Path) -> Path:
         return data.expanduser().absolute()  # child processes may run in another folder

@@ -34,6 +34,8 @@ class Began(msgspec.Struct, frozen=True):
     profile: str = ""  # file of this machine's costs; empty: costs are guessed
     tensor_parallel: int = 1  # devices over which each model is split: see runtime/group/group.py
     load_helpers: tuple[int, ...] = ()  # further devices that help to load
+    disk_folder: str = ""  # images on disk; empty: there are none
+    disk_bytes: int = 0  # bound on the images on disk
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]

@@ -558,6 +558,7 @@ def main() -> None:
     """`python -m runtime.device BEGAN`, started by the node with the device's end of the pipe."""
     began = Began.of(sys.argv[1])
     observe.configure_logs("device")
+    from runtime.memory.disk import DiskCache
     from runtime.memory.native import check_library
 
     check_library()  # a missing library is reported before imports that take seconds
@@ -570,7 +571,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if others:
         others.meet()
-    builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd, began.load_helpers)
+    disk = DiskCache.at(began.disk_folder, began.disk_bytes)
+    builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd, began.load_helpers, disk)
     prepare(builder)
     build = GroupBuild(builder, others) if others else builder
     journal = None

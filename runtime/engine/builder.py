@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import time
 import traceback
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import replace
@@ -35,13 +36,15 @@ from vllm.v1.sample import logits_processor, sampler
 from vllm.v1.sample.ops import logprobs
 from vllm.v1.worker import gpu_worker
 
-from runtime.core.engine import EngineError, Hold, Told
+from runtime.core.engine import EngineError, Hold, NoHostRoom, Told, WeightSource
 from runtime.engine import ranks
 from runtime.engine.golden import Golden
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.vllm import VllmEngine, chain, clean_up_after, first_line
 from runtime.engine.worker import Building, building
-from runtime.memory.images import Image, ImageKey, Images, Making
+from runtime.memory.arriving import ArrivingImage, read_in
+from runtime.memory.disk import DiskCache
+from runtime.memory.images import NOTES_BYTES, HostCacheFull, Image, ImageKey, Images, Making
 from runtime.memory.lent import write_out
 from runtime.memory.native import MIXED, Backend, DevicePool, PageState
 from store.contract.views import Content, PageRun
@@ -69,6 +72,8 @@ _meta = msgspec.msgpack.Encoder()
 
 ADDRESSES_PER_FILE_BYTE = 6  # for wider types, and packed copies beside tied embeddings; addresses cost no memory
 ADDRESSES_LEAST = 256 << 20
+WEIGHTS_LEAST = 0.75  # an image may be smaller than its weights on file: by tied embeddings, or parts left out
+BUILT_S = 30.0  # time to make an image again, if this process did not make the image
 KEPT_PART = 32  # up to 1/32 of the host cache is kept, while empty, for requests to be parked
 # When vLLM's worker starts, this share of a GPU's memory must be free, whatever kv_cache_memory_bytes says. The pool
 # has nearly all of a GPU's memory already.
@@ -104,14 +109,24 @@ class Builder:
         pool_bytes: size of the pool.
         host_bytes: size of the host cache, the most that images and parked requests may take.
         host_fd: file descriptor of another process's host cache, to share images; -1 to make a new host cache.
-        helpers: other GPUs, by ordinal, that help to load."""
+        helpers: other GPUs, by ordinal, that help to load.
+        disk: images on disk; None: there are none."""
 
-    def __init__(self, pool_bytes: int, host_bytes: int, host_fd: int = -1, helpers: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        pool_bytes: int,
+        host_bytes: int,
+        host_fd: int = -1,
+        helpers: Collection[int] = (),
+        disk: DiskCache | None = None,
+    ) -> None:
         self.version = check_version()
         backend = Backend.HOST if current_platform.is_cpu() else Backend.CUDA
         self.device = DevicePool(pool_bytes, backend=backend, helpers=helpers)
         kept = host_bytes // KEPT_PART
         self.images = Images.create(host_bytes, kept) if host_fd < 0 else Images.open(host_fd, kept)
+        self.images.below = self._disk = disk
+        self._image_bytes: dict[ImageKey, int] = {}  # of images that were made, or did not fit
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
         self.life, self.block_tokens = self.images.life, 0
 
@@ -134,6 +149,8 @@ class Builder:
 
     def close(self) -> None:
         """Close the pool and the host cache. Close all engines first."""
+        if self._disk is not None:
+            self._disk.close()
         self.device.close()
         self.images.close()
 
@@ -149,8 +166,7 @@ class Builder:
             more: further settings of vLLM's.
 
         Raises EngineError."""
-        shard = f"{ranks.rank()}/{ranks.size()}"
-        key = ImageKey(_identity(spec), self.version, spec.dtype, shard, _architecture())
+        key, began = self._key(spec), time.monotonic()
         files_bytes = _weight_file_bytes(spec)
         addresses = ADDRESSES_LEAST + ADDRESSES_PER_FILE_BYTE * files_bytes
         now = Building(self.device, addresses, lambda read_bytes: told(read_bytes, files_bytes))
@@ -158,7 +174,15 @@ class Builder:
             image = self._find(key)
             if image is not None and (engine := self._from_image(spec, now, key, image, more)) is not None:
                 return engine
-            return self._from_files(spec, now, key, more)
+            self.images.check_room(self._image_bytes.get(key, int(WEIGHTS_LEAST * spec.weight_bytes)))
+            engine = self._from_files(spec, now, key, more)
+            if self._disk is not None:
+                self._disk.keep(self.images, key, time.monotonic() - began)
+            return engine
+        except HostCacheFull as error:
+            self._image_bytes[key] = error.asked_bytes - NOTES_BYTES
+            _let_go(error)
+            raise NoHostRoom(str(error), error.lacks_bytes) from error
         except Exception as error:  # vLLM raises what its layers raise: pydantic, torch, safetensors, OSError, ...
             log.error("engine.not_built", model=spec.key, detail=chain(error))
             _let_go(error)
@@ -167,9 +191,25 @@ class Builder:
             gc.collect()
             torch.cuda.empty_cache()  # torch keeps a model's memory from before the move; does nothing without a GPU
 
-    def _find(self, key: ImageKey) -> Image | None:
-        """The image, pinned, if every rank has an image; else None: all ranks read files together, or none."""
-        image = self.images.find(key)
+    def on_disk(self, spec: EngineSpec, /) -> bool:
+        return self._disk is not None and self._disk.has(self._key(spec))
+
+    def _key(self, spec: EngineSpec) -> ImageKey:
+        shard = f"{ranks.rank()}/{ranks.size()}"
+        return ImageKey(_identity(spec), self.version, spec.dtype, shard, _architecture())
+
+    def _find(self, key: ImageKey) -> Image | ArrivingImage | None:
+        """The image, pinned, if every rank has an image; else None: all ranks read files together, or none.
+
+        An image on disk is being read when the call returns. Ranks wait for the end of the reading, and agree on it."""
+        image: Image | ArrivingImage | None = self.images.find(key)
+        if self._disk is not None:
+            if image is None:
+                image = read_in(self.images, self._disk, key)
+            else:  # made by another process, perhaps, which had no time to write the image
+                self._disk.keep(self.images, key, BUILT_S)
+        if isinstance(image, ArrivingImage) and ranks.size() > 1:
+            image = image.ended()
         if ranks.all_say(lambda: image is not None):
             return image
         if image is not None:
@@ -191,14 +231,14 @@ class Builder:
                     pass
             if sequential:
                 log.warning("engine.sequential", model=spec.key, detail="in a batch it says otherwise than alone")
-            engine.move_in(image, key, golden, sequential)
+            engine.move_in(image, key, golden, sequential, WeightSource.FILES)
             return engine
         except BaseException as error:
             clean_up_after(error, engine.close)
             raise
 
     def _from_image(
-        self, spec: EngineSpec, now: Building, key: ImageKey, image: Image, more: dict[str, Any]
+        self, spec: EngineSpec, now: Building, key: ImageKey, image: Image | ArrivingImage, more: dict[str, Any]
     ) -> VllmEngine | None:
         """Build the engine on an image; None, and the image is discarded, if the engine needs another layout."""
         meta = msgspec.msgpack.decode(image.meta, type=Meta)
@@ -214,7 +254,8 @@ class Builder:
             image.release()
             self.images.discard(key)
             return None
-        engine.move_in(image, key, meta.golden, meta.sequential)
+        source = WeightSource.DISK if isinstance(image, ArrivingImage) else WeightSource.HOST
+        engine.move_in(image, key, meta.golden, meta.sequential, source)
         return engine
 
     def _core(self, spec: EngineSpec, now: Building, load_format: str, more: dict[str, Any]) -> VllmEngine:

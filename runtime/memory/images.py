@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 import msgspec
 
@@ -69,6 +70,7 @@ class HostCacheFull(Exception):
         self.total_bytes = index.end - INDEX_BYTES
         self.held_bytes = sum(run.bytes for run in held)
         self.largest_bytes = max((gap.bytes for gap in index.gaps(held)), default=0)
+        self.lacks_bytes = asked_bytes - self.largest_bytes
         pids = sorted({index.members[member] for run in held for member in run.pins})
         free_bytes = sum(gap.bytes for gap in index.gaps(index.runs))
         super().__init__(
@@ -129,11 +131,19 @@ class Notes(msgspec.Struct, frozen=True):
     meta: bytes  # the engine's own, given to `Making.seal`
 
 
+class ImageTier(Protocol):
+    """A tier below the host cache, with copies of images."""
+
+    def discard(self, key: ImageKey) -> None:
+        """Remove the copy: the image is not to be trusted."""
+
+
 class Images:
     """A runtime's access to the host cache. Thread-safe; close when no transfer uses the cache any more."""
 
     def __init__(self, cache: CacheMemory, kept_bytes: int = 0) -> None:
         self.cache = cache
+        self.below: ImageTier | None = None
         self._kept_bytes = kept_bytes  # most memory for parked blocks kept while empty
         self._empty: dict[int, tuple[Slabs, Extent]] = {}  # empty extents by offset, the longest empty first
         self._locks = _Locks(cache.fd)
@@ -195,8 +205,10 @@ class Images:
             index.pin(run, self._member)
         return self._image(run)
 
-    def make(self, key: ImageKey, image_bytes: int, wait_s: float = MAKING_S) -> Image | Making:
+    def make(self, key: ImageKey, image_bytes: int, wait_s: float = MAKING_S, commit: bool = True) -> Image | Making:
         """Get room to make an image in, or the image, pinned, if the cache has the image.
+
+        The room has memory if `commit` is set, else the caller gets memory for each part with `Making.commit`.
 
         Waits while another runtime makes the image: a second copy would cost the room of a model and as much time.
         Takes over if the other runtime dies or gives up. Raises HostCacheFull, ImageBusy after `wait_s` seconds, and
@@ -214,14 +226,19 @@ class Images:
             return self._image(run)
         making = Making(self, run)
         try:
-            self.cache.commit(run.offset, run.bytes)
+            if commit:
+                self.cache.commit(run.offset, run.bytes)
         except BaseException:
             making.abandon()
             raise
         return making
 
     def discard(self, key: ImageKey) -> bool:
-        """Hide an image from `find`; the memory is free once no runtime uses the image. False if no image was found."""
+        """Hide an image from `find`, and remove the copy below; the memory is free once no runtime uses the image.
+
+        False if no image was found."""
+        if self.below is not None:
+            self.below.discard(key)
         with self._change() as index:
             run = index.image(str(key))
             if run is None or run.state is not RunState.READY:
@@ -229,6 +246,13 @@ class Images:
             run.state = RunState.DISCARDED
             index.sweep()
         return True
+
+    def check_room(self, image_bytes: int) -> None:
+        """Raises HostCacheFull if an image of the size could not be made now, even if unused images were evicted."""
+        size = whole_folios(image_bytes + NOTES_BYTES)
+        with self._change() as index:
+            if not best_fit(index.gaps([run for run in index.runs if run.pins]), size):
+                raise HostCacheFull(size, index)
 
     def hold(self, blocks: Iterable[int], block_bytes: int, life: int) -> HostBlockHold | None:
         """Pin blocks parked by the member with the life `life`, until the hold is released, even if the member dies.
@@ -423,6 +447,19 @@ class Making:
     @property
     def view(self) -> memoryview:
         return self._images.cache.view(self.offset, self.bytes)
+
+    def commit(self, offset: int, size: int) -> memoryview:
+        """Get memory for a part of the image, and perhaps for bytes behind the image. Returns the bytes of the part.
+
+        Raises PoolError if the machine has no memory."""
+        self._images.cache.commit(self.offset + offset, size)
+        return self._images.cache.view(self.offset + offset, size)
+
+    def commit_notes(self) -> None:
+        """Get memory for the notes behind the image, which `seal` writes. Raises PoolError."""
+        assert self._run is not None
+        first = _notes_at(self._run) // FOLIO_BYTES * FOLIO_BYTES
+        self._images.cache.commit(first, self._run.end - first)
 
     def seal(self, meta: bytes) -> Image:
         """Finish the image: from now on all runtimes find the image. `meta` is kept with it, at most META_MOST bytes.

@@ -66,6 +66,8 @@ class DeviceChild:
             profile=str(settings.profile or ""),
             tensor_parallel=settings.tensor_parallel,
             load_helpers=settings.load_helpers,
+            disk_folder=str(settings.disk_folder) if settings.disk_folder and settings.disk_cache else "",
+            disk_bytes=int(settings.disk_cache),
         )
         fds = [fd, self._host_cache, self._stepping_fd]
         if self._forks is not None:
