@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,6 +27,12 @@ from store.settings import PREFIX, SettingsError, read
 def _memory() -> int:
     """Return the bytes of memory of the host."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _disk(folder: Path) -> int:
+    """Return the size in bytes of the disk that has, or will have, the folder."""
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return shutil.disk_usage(there).total
 
 
 def _paths(value: object) -> object:

@@ -57,8 +57,8 @@ from runtime.core.device.events import (
 from runtime.core.device.instance import Instance
 from runtime.core.device.model import Model, Phase
 from runtime.core.device.pages import Pages
-from runtime.core.device.request import ModelKey, Objective, Request, RequestId, request_id
-from runtime.core.engine import BadRequest, Engine, EngineError
+from runtime.core.device.request import ModelKey, Request, RequestId, request_id
+from runtime.core.engine import BadRequest, Engine, EngineError, ImageLost, NoHostRoom
 from runtime.core.engine import EngineBuilder as Builder
 from runtime.core.ledgers.costs import ModelCosts, load_profile, model_size, unknown
 from runtime.core.ledgers.device_time import DeviceTime
@@ -66,6 +66,7 @@ from runtime.core.ledgers.latency import Clocks
 from runtime.core.ledgers.timeline import joined
 from runtime.core.turns.registry import POLICIES
 from runtime.core.turns.turn import Turns
+from runtime.device.arrivals import departed, request_of
 from runtime.device.journal import BeginRecord as JournalBegan
 from runtime.device.journal import DecisionJournal, Recorded
 from runtime.device.reading import Readings
@@ -91,7 +92,7 @@ from runtime.ipc import (
 )
 from runtime.migration.handover import Handover
 from store.contract.views import Stage, Use
-from store.contract.wire import Course, Delta, Departure, EngineSpec, ModelState, Run, replace
+from store.contract.wire import Course, Delta, EngineSpec, ModelState, Residency
 from store.files.records import appended
 from store.telemetry import observe
 
@@ -147,7 +148,7 @@ class Device:
             self._hear,
             pipe.send,
             self._send_made,
-            partial(_departed, clock),
+            partial(departed, clock),
         )
 
     def run(self) -> None:
@@ -179,7 +180,7 @@ class Device:
             case Start(run, grammar):
                 id = request_id(run.gateway, run.stream)
                 model = ModelKey(run.model)
-                event = Arrived(dataclasses.replace(_request(run, id, model, self._clock()), grammar=grammar))
+                event = Arrived(dataclasses.replace(request_of(run, id, model, self._clock()), grammar=grammar))
             case Stop(gateway, streams):
                 event = Cancelled([request_id(gateway, stream) for stream in streams])
                 said = self._readings.drop(gateway, streams)
@@ -347,7 +348,10 @@ class Device:
             engine = self._build(spec, partial(self._stepping.read, model, began))
             took_s = self._clock() - began
             pages = engine.weights_pages, engine.kv_pages_least
-            built = Built(model, took_s, *pages, engine.held(), engine.sequential)
+            built = Built(model, took_s, *pages, engine.held(), engine.sequential, engine.source)
+        except NoHostRoom as error:
+            log.info("device.no_host_room", model=model, lacks_bytes=error.lacks_bytes)
+            return BuildFailed(model, str(error), error.lacks_bytes, self._irretrievable())
         except Exception as error:
             return BuildFailed(model, _reason("device.build_failed", model, error))
         finally:
@@ -355,8 +359,13 @@ class Device:
             self._note("build", model, began)
         self._engines[model] = engine
         self._pipe.send(Formed(spec.key, engine.kv_form))
-        log.info("device.built", model=model, took_ms=round(took_s * 1e3), weights_pages=engine.weights_pages)
+        log.info("device.built", model=model, took_ms=round(took_s * 1e3), source=engine.source)
         return built
+
+    def _irretrievable(self) -> tuple[ModelKey, ...]:
+        """Models whose weights are neither on disk nor in the models' own folders: their images must stay."""
+        specs = [model.spec for model in self.instance.models.values() if model.key in self._engines]
+        return tuple(ModelKey(s.key) for s in specs if not (os.path.isdir(s.path) or self._build.on_disk(s)))
 
     def _close(self, model: ModelKey) -> Event:
         """Close an engine. An engine that raises counts as closed; `_rest` finds pages that were not given back."""
@@ -374,7 +383,7 @@ class Device:
         try:
             engine.fetch(fetch.kv_pages)
         except Exception as error:
-            return FetchFailed(fetch.model, _reason("device.fetch_failed", fetch.model, error), engine.held())
+            return _fetch_failed(fetch.model, error, engine)
         self._transfers[fetch.model] = partial(self._arrived, fetch.model, began)
         return None
 
@@ -392,7 +401,7 @@ class Device:
                 return None
         except Exception as error:
             del self._transfers[model]
-            return FetchFailed(model, _reason("device.fetch_failed", model, error), engine.held())
+            return _fetch_failed(model, error, engine)
         del self._transfers[model]
         self._note("fetch", model, began)
         return Fetched(model, self._clock() - began, engine.held())
@@ -458,7 +467,10 @@ class Device:
 
     def _model_state(self, model: Model) -> ModelState:
         engine = self._engines.get(model.key)
-        return model.state(self.instance.pages.of(model.key), engine.kv_fragmentation() if engine else 0.0)
+        state = model.state(self.instance.pages.of(model.key), engine.kv_fragmentation() if engine else 0.0)
+        if state.residency is Residency.COLD and self._build.on_disk(model.spec):
+            return structs.replace(state, on_disk=True)
+        return state
 
     def _rest(self) -> None:
         """Sleep until a command comes, a transfer is over or a model's idle time is up: the device has no work."""
@@ -484,31 +496,9 @@ def _unknown(spec: EngineSpec) -> ModelCosts:
     return unknown(model_size(spec))
 
 
-def _departed(clock: Callable[[], float], run: Run, departure: Departure) -> Request:
-    """The request that another runtime hands over with `departure`."""
-    id = request_id(run.gateway, run.stream)
-    request = _request(replace(run, made=departure.made), id, ModelKey(run.model), clock())
-    return dataclasses.replace(request, handed=True)
-
-
-def _request(run: Run, id: RequestId, model: ModelKey, now: float) -> Request:
-    objective = Objective(run.ttft_s, run.tbt_s, run.patience_s, run.priority)
-    return Request(
-        id,
-        run.gateway,
-        run.stream,
-        model,
-        run.payload,
-        now,
-        run.prompt_tokens,
-        run.max_tokens,
-        objective,
-        run.label,
-        run.tenant,
-        run.weight,
-        run.made,
-        run.first_late,
-    )
+def _fetch_failed(model: ModelKey, error: Exception, engine: Engine) -> FetchFailed:
+    lost = isinstance(error, ImageLost)
+    return FetchFailed(model, _reason("device.fetch_failed", model, error), engine.held(), lost)
 
 
 def _billed(delta: Delta, request: Request) -> Delta:

@@ -171,12 +171,12 @@ class Builder:
         addresses = ADDRESSES_LEAST + ADDRESSES_PER_FILE_BYTE * files_bytes
         now = Building(self.device, addresses, lambda read_bytes: told(read_bytes, files_bytes))
         try:
-            image = self._find(key)
+            image = self._find(spec, key)
             if image is not None and (engine := self._from_image(spec, now, key, image, more)) is not None:
                 return engine
             self.images.check_room(self._image_bytes.get(key, int(WEIGHTS_LEAST * spec.weight_bytes)))
             engine = self._from_files(spec, now, key, more)
-            if self._disk is not None:
+            if self._disk is not None and spec.digest:
                 self._disk.keep(self.images, key, time.monotonic() - began)
             return engine
         except HostCacheFull as error:
@@ -192,18 +192,19 @@ class Builder:
             torch.cuda.empty_cache()  # torch keeps a model's memory from before the move; does nothing without a GPU
 
     def on_disk(self, spec: EngineSpec, /) -> bool:
-        return self._disk is not None and self._disk.has(self._key(spec))
+        return self._disk is not None and bool(spec.digest) and self._disk.has(self._key(spec))
 
     def _key(self, spec: EngineSpec) -> ImageKey:
         shard = f"{ranks.rank()}/{ranks.size()}"
         return ImageKey(_identity(spec), self.version, spec.dtype, shard, _architecture())
 
-    def _find(self, key: ImageKey) -> Image | ArrivingImage | None:
+    def _find(self, spec: EngineSpec, key: ImageKey) -> Image | ArrivingImage | None:
         """The image, pinned, if every rank has an image; else None: all ranks read files together, or none.
 
-        An image on disk is being read when the call returns. Ranks wait for the end of the reading, and agree on it."""
+        An image on disk is being read when the call returns. Ranks wait for the end of the reading, and agree on it.
+        Images of models without a digest stay off the disk: such a model's files might change under an equal key."""
         image: Image | ArrivingImage | None = self.images.find(key)
-        if self._disk is not None:
+        if self._disk is not None and spec.digest:
             if image is None:
                 image = read_in(self.images, self._disk, key)
             else:  # made by another process, perhaps, which had no time to write the image

@@ -70,7 +70,9 @@ class HostCacheFull(Exception):
         self.total_bytes = index.end - INDEX_BYTES
         self.held_bytes = sum(run.bytes for run in held)
         self.largest_bytes = max((gap.bytes for gap in index.gaps(held)), default=0)
-        self.lacks_bytes = asked_bytes - self.largest_bytes
+        # At least so many bytes must go; 0: the image fits into no cache of this size.
+        spare = sum(gap.bytes for gap in index.gaps(held))
+        self.lacks_bytes = max(1, asked_bytes - spare) if asked_bytes <= self.total_bytes else 0
         pids = sorted({index.members[member] for run in held for member in run.pins})
         free_bytes = sum(gap.bytes for gap in index.gaps(index.runs))
         super().__init__(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import assert_never
 
+from runtime.core.device.booking import book_event, book_step
 from runtime.core.device.events import (
     Add,
     Arrived,
@@ -55,7 +56,8 @@ from runtime.core.device.request import ModelKey, Request
 from runtime.core.device.requests import Requests
 from runtime.core.device.rooms import Rooms
 from runtime.core.device.view import ModelView
-from runtime.core.engine import AHEAD, Held
+from runtime.core.engine import AHEAD, Held, WeightSource
+from runtime.core.host_room import HostRoom
 from runtime.core.ledgers.costs import ModelCosts
 from runtime.core.ledgers.device_time import DeviceTime
 from runtime.core.ledgers.estimate import CostEstimate
@@ -82,7 +84,7 @@ class Instance:
         self.moves = 0  # how often a model changed its phase
         self.account = account  # None: the device's time is not accounted for
         self._turns, self._costs = turns, costs
-        self._rooms = Rooms()
+        self._rooms, self._host_room = Rooms(), HostRoom()
         self.requests = Requests(self._rooms, pages.total)
         self._fetching: ModelKey | None = None
         self._turn_no = 0
@@ -103,8 +105,8 @@ class Instance:
         self._changed = self._changed or not stepped
         if stepped or self.account is None:
             return self._heard(event, now)
-        self._account(self.account, event, now)
         waited = len(self.requests) > 0
+        book_event(self.account, event, waited, self._busy, now)
         effects = self._heard(event, now)
         if waited and not len(self.requests) and not self._busy:
             self.account.platform(now)
@@ -144,10 +146,10 @@ class Instance:
                 return self._order(key, awake, now)
             case Built():
                 return self._built(self.models[event.model], event, now)
-            case BuildFailed(key, error):
-                return self._build_failed(self.models[key], f"the model could not be loaded: {error}", now)
-            case FetchFailed(key, error, held):
-                return self._fetch_failed(self.models[key], error, held, now)
+            case BuildFailed():
+                return self._build_failed(self.models[event.model], event, now)
+            case FetchFailed():
+                return self._fetch_failed(self.models[event.model], event, now)
             case StepFailed(key, error):
                 self._busy = False
                 return self._break(self.models[key], f"the engine failed in a step: {error}", now)
@@ -159,13 +161,6 @@ class Instance:
                 return self.requests.lose([request], error, now, Finish.ERROR)
             case _:
                 assert_never(event)
-
-    def _account(self, account: DeviceTime, event: Event, now: float) -> None:
-        """Book the time before `event` to the platform or to idleness, if the time is known to be no request's."""
-        if isinstance(event, Built | BuildFailed | Checked | Closed | StepFailed):
-            account.platform(now)
-        elif not len(self.requests) and not self._busy:
-            account.idle(now)
 
     def _place(self, spec: EngineSpec, prove: bool, now: float) -> list[Effect]:
         key = ModelKey(spec.key)
@@ -222,7 +217,7 @@ class Instance:
         self._busy = False
         self._enter(model, Phase.STAGED)
         model.demand.weights_pages, model.sequential = built.weights_pages, built.sequential
-        model.loads.loading_s = built.took_s
+        model.loads.loading_s, model.loads.from_host = built.took_s, built.source is WeightSource.HOST
         self.pages.settle(model.key, built.held)
         least = built.weights_pages + built.kv_pages_least
         if self._leave_if_withdrawn(model) or least <= self.pages.total:
@@ -236,31 +231,38 @@ class Instance:
             mends=False,
         )
 
-    def _build_failed(self, model: Model, error: str, now: float) -> list[Effect]:
+    def _build_failed(self, model: Model, failed: BuildFailed, now: float) -> list[Effect]:
         self._busy = False
         self._enter(model, Phase.COLD)
-        if self._leave_if_withdrawn(model):
-            return []
-        return self._fail(model, error, now)
+        error = f"the model could not be loaded: {failed.error}"
+        if not (self._leave_if_withdrawn(model) or failed.lacks_bytes):
+            return self._fail(model, error, now)
+        if model.works:
+            self._host_room.lack(model, failed.lacks_bytes, failed.kept, error, now)
+            self._wait_for_room(model, True)
+        return []
 
     def _fetched(self, model: Model, took_s: float, held: Held, now: float) -> list[Effect]:
         self.pages.settle(model.key, held)
         model.loads.fetched(took_s)
         model.failures.fetches = 0
-        model.costs.observe_load(model.demand.missing_bytes, took_s)
+        if model.loads.from_host:  # else the disk may have been slower than the link to the device
+            model.costs.observe_load(model.demand.missing_bytes, took_s)
         model.loads.load_s = model.costs.load(model.spec.weight_bytes)
         self._enter(model, Phase.CHECKING)
         if self._leave_if_withdrawn(model) or model.loads.check_due:
             return []
         return self._resident(model, now)
 
-    def _fetch_failed(self, model: Model, error: str, held: Held, now: float) -> list[Effect]:
-        self.pages.settle(model.key, held)
+    def _fetch_failed(self, model: Model, failed: FetchFailed, now: float) -> list[Effect]:
+        self.pages.settle(model.key, failed.held)
         model.failures.fetches += 1
-        self._enter(model, Phase.STAGED)
-        if self._leave_if_withdrawn(model) or model.failures.fetches < FETCH_TRIES:
+        self._enter(model, Phase.CLOSING if failed.lost else Phase.STAGED)
+        if not self._leave_if_withdrawn(model) and model.failures.fetches >= FETCH_TRIES:
+            return self._fail(model, f"the model could not be brought to the device: {failed.error}", now)
+        if not failed.lost:
             return []
-        return self._fail(model, f"the model could not be brought to the device: {error}", now)
+        return self.requests.lose([*model.queues.running, *model.queues.leaving], failed.error, now)
 
     def _checked(self, model: Model, wrong: str | None, held: Held, now: float) -> list[Effect]:
         self._busy = False
@@ -275,6 +277,8 @@ class Instance:
         model.failures.count, model.used_at = 0, now
         if model.loads.proving:
             self._rooms.put_off_proofs(now)
+        if not model.loads.from_host:
+            self._host_room.came(model.loads.loading_s, now)
         model.loads.came(now)
         if model.wish is Wish.AWAKE:
             model.wish = Wish.NONE
@@ -301,6 +305,7 @@ class Instance:
     def _closed(self, model: Model) -> list[Effect]:
         self._busy = False
         self.pages.settle(model.key, Held())
+        model.demand.retires = False
         self._enter(model, Phase.FAILED if model.failures.error else Phase.COLD)
         self._leave_if_withdrawn(model)
         return []
@@ -344,7 +349,7 @@ class Instance:
         if model.phase is Phase.FETCHING:
             self._fetching = None
         model.phase = phase
-        model.demand.stuck = model.demand.fresh = model.demand.cramped = False
+        model.demand.moved()
         self.moves += 1
         self._rooms.file(model)
 
@@ -355,7 +360,7 @@ class Instance:
         steps, step_s, running = stepped.steps, stepped.step_s, model.queues.running
         began = now - steps * step_s
         if self.account is not None:
-            self._account_step(self.account, model, began, now)
+            book_step(self.account, model, self.turn, began, now)
         assert self.turn is not None and self.turn.holder == model.key, f"{model.key} stepped out of turn"
         self.turn.steps += steps
         self.turn.left -= steps
@@ -389,23 +394,6 @@ class Instance:
         if not stepped.outputs and running and model.short(stepped.held, self.pages.total, self._room_pages) > 0:
             model.demand.stuck = self._changed = True
         return effects
-
-    def _account_step(self, account: DeviceTime, model: Model, began: float, now: float) -> None:
-        assert self.turn is not None
-        running = list(model.queues.running.values())
-        if not running:  # every request was cancelled while the step ran
-            account.platform(now)
-            return
-        if not self.turn.steps:
-            account.switched(began, running)
-        if model.queues.prompts:
-            prompts = [request for request in running if not request.computed]
-            decodes = [request for request in running if request.computed]
-            context = sum([request.context for request in decodes])
-            account.stepped(now, decodes, prompts, model.costs.step(len(decodes), context) if decodes else 0.0)
-        else:
-            account.stepped(now, running, (), 0.0)
-        account.held(began, running, model.kv, model.loads.away_us)
 
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -469,7 +457,25 @@ class Instance:
                 effects += self._move([Park(model.key)], now)
             elif model.phase is Phase.STAGED and model.wish is Wish.ASLEEP and self.pages.of(model.key).weights:
                 effects += self._move([Evict(model.key, self.pages.of(model.key).weights)], now)
-        return effects
+        return effects + self._make_host_room(now)
+
+    def _make_host_room(self, now: float) -> list[Effect]:
+        """Close the engines whose images make room for an image that lacks room, then try the build again."""
+        step = self._host_room.decide(self.models.values(), now)
+        if step is None:
+            return []
+        self._tick_at = min(self._tick_at, step.tick_at)
+        for model in step.going:
+            self._enter(model, Phase.CLOSING)
+        if step.fails:
+            return self._fail(step.model, step.error, now)
+        if step.retries:
+            self._wait_for_room(step.model, False)
+        return []
+
+    def _wait_for_room(self, model: Model, waits: bool) -> None:
+        model.demand.lacks_room = waits
+        self._rooms.file(model)
 
     # ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -493,7 +499,7 @@ class Instance:
     def _make_ready(self, model: Model, order: Sequence[ModelView], now: float) -> list[Effect]:
         """Get pages for the model's next step, and add admitted requests that fit: a join never overflows the cache."""
         held, most = self.pages.of(model.key), self.pages.total - model.demand.weights_pages
-        admitted = self._turns.admit(model, now) if model.queues.waiting else ()
+        admitted = self._turns.admit(model, now) if model.queues.waiting and not model.demand.retires else ()
         wanted = held.kv_wanted
         if admitted:
             wanted = model.kv_joined(held, model.kv.each([request.context + 1 for request in admitted]))
@@ -581,15 +587,8 @@ class Instance:
         for model in self.models.values():
             where = f"{model.key} in {model.phase.name}"
             pages = self.pages.of(model.key)
-            inside = model.queues.running or model.queues.leaving
-            assert not inside or model.phase in WITH_ENGINE, f"{where} has requests in an engine it lacks"
-            demand = model.demand
-            assert not (demand.stuck or demand.fresh) or model.phase is Phase.RESIDENT, f"{where} is stuck or fresh"
-            assert not (demand.stuck and not model.has_requests), f"{where} is stuck without requests"
-            model.queues.check(where)
+            model.check(where)
             assert model.works == (model.key in self._rooms.working), f"{where} is in the wrong room"
-            assert model.wish is not Wish.AWAKE or model.phase is not Phase.RESIDENT, f"{where} is to become it again"
-            assert model.wish is not Wish.ASLEEP or not model.has_requests, f"{where} is to sleep amid its requests"
             assert pages == Held() or model.phase in _WITH_PAGES, f"{where} holds {pages}"
         fetching = [model.key for model in self.models.values() if model.phase is Phase.FETCHING]
         assert fetching == [self._fetching] * (self._fetching is not None), f"{fetching} are fetched at once"

@@ -27,7 +27,11 @@ class Rooms:
                 self.resting[key] = model
             else:
                 self.resting.pop(key, None)
-        if phase is Phase.CLOSING or phase is Phase.CHECKING or (phase is Phase.COLD and model.works):
+        if (
+            phase is Phase.CLOSING
+            or phase is Phase.CHECKING
+            or (phase is Phase.COLD and model.works and not model.demand.lacks_room)
+        ):
             self.upkeep[key] = model
         else:
             self.upkeep.pop(key, None)

@@ -1,0 +1,74 @@
+"""Models that do not fit the host cache together: images go to disk and come back, and every answer is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.demo.random_weights import write_random
+from runtime import ipc
+from store.contract.wire import Residency, replace
+from store.files import artefact
+from store.files.architectures import Known
+from tests.runtime.engines import spec
+from tests.runtime.processes import DeviceProcess
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
+MIB = 1 << 20
+POOL_BYTES, HOST_BYTES, DISK_BYTES = 64 * MIB, 56 * MIB, 1024 * MIB
+SHAPES = {"a": (256, 6), "b": (320, 6), "c": (192, 6), "d": (256, 5)}  # hidden size, layers: 10 to 28 MiB of weights
+ASKED: dict[str, Any] = dict(prompt=[7, 8, 9] * 20, temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("ladder")
+    return {
+        name: write_random(
+            folder / name, "llama", seed=at, hidden=hidden, layers=layers, heads=hidden // 64, kv_heads=1
+        )
+        for at, (name, (hidden, layers)) in enumerate(SHAPES.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+async def started(disk: Path, journal: Path | None = None) -> DeviceProcess:
+    more = dict(disk_folder=str(disk), disk_bytes=DISK_BYTES, journal=str(journal or ""))
+    return await DeviceProcess.start(POOL_BYTES, HOST_BYTES, **more)
+
+
+async def load(device: DeviceProcess, models: dict[str, Path]) -> None:
+    """Deploy the models as the platform does: with digests, by which images lie on disk."""
+    for key, path in models.items():
+        digest = artefact.inspect(path, Known(frozenset(["LlamaForCausalLM"]))).digest
+        device.end.send(ipc.Place(replace(spec(path, key=key), digest=digest, architecture="LlamaForCausalLM")))
+    await device.until(lambda: all(key in device.state.models for key in models))
+    await device.until(lambda: all(model.load_ms or model.error for model in device.state.models.values()))
+    assert not any(model.error for model in device.state.models.values()), device.state.models
+
+
+async def alone(models: dict[str, Path]) -> dict[str, list[int]]:
+    """What each model says on a device with room for every image."""
+    device = await DeviceProcess.start(POOL_BYTES, 1024 * MIB)
+    await device.load(models)
+    said = {name: await device.answer(device.ask(name, ASKED)) for name in models}
+    await device.stop()
+    return said
+
+
+async def test_models_beyond_the_host_cache_are_served_in_turns(models: dict[str, Path], disk: Path) -> None:
+    expected = await alone(models)
+    device = await started(disk)
+    await load(device, models)
+    for _ in range(3):
+        for name in models:
+            assert await device.answer(device.ask(name, ASKED)) == expected[name]
+    await device.until(lambda: any(model.on_disk is True for model in device.state.models.values()))
+    assert {model.residency for model in device.state.models.values()} >= {Residency.COLD}
+    await device.stop()
