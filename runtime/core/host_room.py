@@ -1,9 +1,10 @@
-"""Room in the host cache for the images of a device's models: which image goes down when another must come up. Pure.
+"""Room in the host cache for images of a device's models: images go down when another image must come up. Pure.
 
-An image that leaves the host cache comes back from disk, or from the model's files. Its engine is closed: the model is
-COLD then, and its requests wait in the machine. Models without work go first, in the order in which models give pages;
-their idle thresholds weigh the measured time to come back against the time that the image's bytes cost the other
-models. If every model has work, the model with the latest turn retires: no request joins its batch any more.
+An image that leaves the host cache comes back from disk, or from the model's files. The model's engine is closed: the
+model is COLD then, and the model's requests wait in the machine. Models without work go first, in the order in which
+models give pages; idle thresholds weigh the measured time of a model to come back against the time that the image's
+bytes cost the remaining models. If every model has work, the model with the latest turn retires: no further request
+joins the batch.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from runtime.core.device.request import ModelKey
 
 LOOK_S = 0.02  # shortest time between two looks at all models
 RETRY_S = 1.0  # an image that is being written to disk, or used by another runtime, may go at any time
-RETIRE_S = 5.0  # a model with work retires for an image that has lacked room for so long
-GIVE_UP_S = 20.0  # without a model here that could ever give room, a build fails after so long
+RETIRE_S = 5.0  # a model with work retires for an image that has lacked room for 5 s
+GIVE_UP_S = 20.0  # if no model here could ever give room, a build fails after 20 s
 MEMORY_S = 600.0  # loads of the last ten minutes, about, make the price of room
 _STILL = (Phase.STAGED, Phase.RESIDENT)
 
@@ -38,13 +39,13 @@ class ImageLack:
 
 
 class RoomStep(NamedTuple):
-    """What is done next for the model whose image lacks room."""
+    """Next step for a model whose image lacks room."""
 
     model: Model
     error: str
-    tick_at: float  # when to look again, if nothing happens
+    tick_at: float  # time of the next look, if no event comes before
     going: Sequence[Model] = ()  # models to close
-    retries: bool = False  # the model is to be built again, once the others are closed
+    retries: bool = False  # the model is to be built again, once the models in `going` are closed
     fails: bool = False  # the model fails with the error
 
 
@@ -72,10 +73,10 @@ class HostRoom:
         return self._rate * max(0.0, 1 - (now - self._rated_at) / MEMORY_S)
 
     def decide(self, models: Iterable[Model], now: float) -> RoomStep | None:
-        """The next step for the first model whose image lacks room; None if no image lacks room."""
+        """Next step for the first model whose image lacks room; None if no image lacks room."""
         lack = self._first() if self._lacks else None
         if lack is None:
-            if self._retiring is not None:  # not needed any more
+            if self._retiring is not None:
                 self._retiring.demand.retires, self._retiring = False, None
             return None
         model, error = lack.model, lack.error
@@ -83,7 +84,7 @@ class HostRoom:
             return RoomStep(model, error, self._look_at)
         self._look_at = now + LOOK_S
         held = [each for each in models if each.phase in WITH_ENGINE and each.key not in lack.kept]
-        out = [each for each in held if _retired(each)]
+        out = [each for each in held if each.retired and each.phase in _STILL]
         going = self._going(lack, held, now)
         if going is not None:
             return RoomStep(model, error, now + RETRY_S, [*out, *going], retries=True)
@@ -97,12 +98,12 @@ class HostRoom:
         """The lack to be met first: of a model with requests, then the oldest."""
         for key, lack in list(self._lacks.items()):
             if lack.model.phase not in (Phase.COLD, Phase.BUILDING) or not lack.model.works:
-                del self._lacks[key]  # built, failed, or not wanted any more
+                del self._lacks[key]  # the model is built, has failed, or is not wanted
                 lack.model.demand.lacks_room = False
         return min((lack for lack in self._lacks.values() if lack.model.demand.lacks_room), key=_urgency, default=None)
 
     def _going(self, lack: ImageLack, held: Sequence[Model], now: float) -> list[Model] | None:
-        """Models without work whose images go now; None if they do not suffice."""
+        """Models without work whose images go now; None if too few bytes would go."""
         total = sum(_image_bytes(model) for model in held)
         taken = let_images_go(lack.bytes, [self._holding(model, total, now) for model in held])
         return None if taken is None else [model for model in held if model.key in taken]
@@ -134,11 +135,6 @@ class HostRoom:
             ttft_s=model.queues.ttft_s,
             reload_s=return_s,
         )
-
-
-def _retired(model: Model) -> bool:
-    """Whether the model has retired, and no request is in its engine any more."""
-    return model.demand.retires and model.phase in _STILL and not (model.queues.running or model.queues.leaving)
 
 
 def _image_bytes(model: Model) -> int:

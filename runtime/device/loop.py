@@ -548,7 +548,6 @@ def main() -> None:
     """`python -m runtime.device BEGAN`, started by the node with the device's end of the pipe."""
     began = Began.of(sys.argv[1])
     observe.configure_logs("device")
-    from runtime.memory.disk import DiskCache
     from runtime.memory.native import check_library
 
     check_library()  # a missing library is reported before imports that take seconds
@@ -561,7 +560,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if others:
         others.meet()
-    disk = DiskCache.at(began.disk_folder, began.disk_bytes)
+    disk = began.disk_folder, began.disk_bytes
     builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd, began.load_helpers, disk)
     prepare(builder)
     build = GroupBuild(builder, others) if others else builder

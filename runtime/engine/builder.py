@@ -110,7 +110,7 @@ class Builder:
         host_bytes: size of the host cache, the most that images and parked requests may take.
         host_fd: file descriptor of another process's host cache, to share images; -1 to make a new host cache.
         helpers: other GPUs, by ordinal, that help to load.
-        disk: images on disk; None: there are none."""
+        disk: folder of images on disk, and the bound on their bytes; an empty folder's name: there are none."""
 
     def __init__(
         self,
@@ -118,14 +118,14 @@ class Builder:
         host_bytes: int,
         host_fd: int = -1,
         helpers: Collection[int] = (),
-        disk: DiskCache | None = None,
+        disk: tuple[str, int] = ("", 0),
     ) -> None:
         self.version = check_version()
         backend = Backend.HOST if current_platform.is_cpu() else Backend.CUDA
         self.device = DevicePool(pool_bytes, backend=backend, helpers=helpers)
         kept = host_bytes // KEPT_PART
         self.images = Images.create(host_bytes, kept) if host_fd < 0 else Images.open(host_fd, kept)
-        self.images.below = self._disk = disk
+        self.images.below = self._disk = DiskCache.at(*disk)
         self._image_bytes: dict[ImageKey, int] = {}  # of images that were made, or did not fit
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
         self.life, self.block_tokens = self.images.life, 0

@@ -87,10 +87,9 @@ def main() -> None:
     from runtime.engine import ranks
     from runtime.engine.builder import Builder
     from runtime.engine.selfcheck import prepare
-    from runtime.memory.disk import DiskCache
 
     ranks.join(began.rank, first.tensor_parallel, began.folder)
-    disk = DiskCache.at(first.disk_folder, first.disk_bytes)
+    disk = first.disk_folder, first.disk_bytes
     build = Builder(first.pool_bytes, first.host_bytes, first.host_fd, disk=disk)
     prepare(build)
     Follower(build, Connection(began.calls_fd)).run()

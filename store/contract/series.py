@@ -149,6 +149,7 @@ METRICS: dict[str, Metric] = {
         _counter("staccato_slo_good", "Of these, what kept it.", *_DEPLOYMENT, "slo"),
         _counter("staccato_device_seconds_used", "Time of devices that is charged to requests.", *_DEPLOYMENT, "use"),
         _gauge("staccato_model_resident", "Runtimes on whose device it is.", "model_name"),
+        _gauge("staccato_model_on_disk", "Runtimes that have it on disk alone.", "model_name"),
         _gauge("staccato_model_failed", "Runtimes that can't serve it.", "model_name"),
         _gauge("staccato_model_pages", "Pages that it holds, over all runtimes.", "model_name", "holds"),
         _counter("staccato_model_turns", "Turns that it had.", "model_name"),

@@ -305,7 +305,9 @@ class Instance:
     def _closed(self, model: Model) -> list[Effect]:
         self._busy = False
         self.pages.settle(model.key, Held())
-        model.demand.retires = False
+        if model.demand.retires:  # the model whose image lacked room is built first
+            self._rooms.upkeep.pop(model.key, None)
+            model.demand.retires = False
         self._enter(model, Phase.FAILED if model.failures.error else Phase.COLD)
         self._leave_if_withdrawn(model)
         return []

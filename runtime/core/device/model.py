@@ -102,12 +102,22 @@ class Model:
 
     @property
     def can_step(self) -> bool:
-        return self.phase is _RESIDENT and not self.demand.stuck and bool(self.queues.running or self.queues.waiting)
+        return self.phase is _RESIDENT and not self.demand.stuck and self.takes_turns
 
     @property
     def needy(self) -> bool:
         """Whether the model has work and cannot go on without more pages."""
-        return self.demand.stuck or (self.phase is _STAGED and self.works)
+        return self.demand.stuck or (self.phase is _STAGED and self.works and not self.retired)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a request runs, or waits to run."""
+        return bool(self.queues.running or (self.queues.waiting and not self.demand.retires))
+
+    @property
+    def retired(self) -> bool:
+        """Whether the model has retired, and no request is in its engine any more."""
+        return self.demand.retires and not (self.queues.running or self.queues.leaving)
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
