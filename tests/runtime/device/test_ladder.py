@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from deploy.demo.random_weights import write_random
 from runtime import ipc
+from runtime.core.device.events import Built, FetchFailed
+from runtime.core.engine import WeightSource
+from runtime.device import journal
 from store.contract.wire import Residency, replace
 from store.files import artefact
 from store.files.architectures import Known
+from tests.conftest import soon
 from tests.runtime.engines import spec
 from tests.runtime.processes import DeviceProcess
 
+T = TypeVar("T")
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
 MIB = 1 << 20
 POOL_BYTES, HOST_BYTES, DISK_BYTES = 64 * MIB, 56 * MIB, 1024 * MIB
@@ -39,8 +44,9 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def started(disk: Path, journal: Path | None = None) -> DeviceProcess:
-    more = dict(disk_folder=str(disk), disk_bytes=DISK_BYTES, journal=str(journal or ""))
-    return await DeviceProcess.start(POOL_BYTES, HOST_BYTES, **more)
+    return await DeviceProcess.start(
+        POOL_BYTES, HOST_BYTES, disk_folder=str(disk), disk_bytes=DISK_BYTES, journal=str(journal or "")
+    )
 
 
 async def load(device: DeviceProcess, models: dict[str, Path]) -> None:
@@ -72,3 +78,47 @@ async def test_models_beyond_the_host_cache_are_served_in_turns(models: dict[str
     await device.until(lambda: any(model.on_disk is True for model in device.state.models.values()))
     assert {model.residency for model in device.state.models.values()} >= {Residency.COLD}
     await device.stop()
+
+
+def heard(path: Path, kind: type[T]) -> list[T]:
+    """Events of a kind in a device's journal."""
+    with path.open("rb") as file:
+        events = [journal.event_of(record) for record in journal.read(file) if isinstance(record, journal.EventRecord)]
+    return [event for event in events if isinstance(event, kind)]
+
+
+async def test_a_restarted_device_reads_its_images_from_disk_and_builds_nothing(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    expected: dict[str, list[int]] = {}
+    for life in ("first", "second"):
+        device = await started(tmp_path / "disk", tmp_path / life)
+        await load(device, models)
+        said = {name: await device.answer(device.ask(name, ASKED)) for name in models}
+        assert said == (expected := expected or said)
+        await soon(lambda: len(list((tmp_path / "disk").glob("*.image"))) == len(models))
+        await device.stop()
+    first, second = ({event.source for event in heard(tmp_path / life, Built)} for life in ("first", "second"))
+    assert WeightSource.FILES in first and second == {WeightSource.DISK}
+
+
+async def test_a_damaged_image_is_noticed_built_again_and_written_again(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    one = {"b": models["b"]}
+    device = await started(tmp_path / "disk")
+    await load(device, one)
+    expected = await device.answer(device.ask("b", ASKED))
+    await soon(lambda: len(list((tmp_path / "disk").glob("*.image"))) == 1)
+    await device.stop()
+    (path,) = (tmp_path / "disk").glob("*.image")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:9_000_000] + bytes(4096) + whole[9_004_096:])
+
+    device = await started(tmp_path / "disk", tmp_path / "journal")
+    await load(device, one)
+    assert await device.answer(device.ask("b", ASKED)) == expected
+    await soon(lambda: path.exists() and path.stat().st_size == len(whole))
+    await device.stop()
+    assert [event.source for event in heard(tmp_path / "journal", Built)] == [WeightSource.DISK, WeightSource.FILES]
+    assert [event.lost for event in heard(tmp_path / "journal", FetchFailed)] == [True]
