@@ -158,7 +158,7 @@ def write(disk: DiskCache, images: Images, key: ImageKey) -> None:
 
 def read_alone(path: Path, images: Images, size: int) -> None:
     """Read a file past the kernel's cache into memory of the host cache, as many requests at a time as the product."""
-    with images.make(ImageKey("alone", "", "", "0/1", ""), size) as room, ThreadPoolExecutor(READERS) as readers:  # type: ignore[union-attr]
+    with images.make(ImageKey("alone", "", "", "0/1", ""), size) as room, ThreadPoolExecutor(READERS) as readers:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         view = images.cache.view(room.offset, size)
         list(readers.map(lambda at: os.preadv(fd, [view[at : at + EXTENT_BYTES]], at), range(0, size, EXTENT_BYTES)))
