@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and
 MIB = 1 << 20
 POOL_BYTES, HOST_BYTES, DISK_BYTES = 64 * MIB, 56 * MIB, 1024 * MIB
 SHAPES = {"a": (256, 6), "b": (320, 6), "c": (192, 6), "d": (256, 5)}  # hidden size, layers: 10 to 28 MiB of weights
+MANY = int(os.environ.get("LADDER_MODELS", "100"))
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "opt": "OPTForCausalLM"}
 ASKED: dict[str, Any] = dict(prompt=[7, 8, 9] * 20, temperature=0, max_tokens=12)
 
 
@@ -52,8 +56,9 @@ async def started(disk: Path, journal: Path | None = None) -> DeviceProcess:
 async def load(device: DeviceProcess, models: dict[str, Path]) -> None:
     """Deploy the models as the platform does: with digests, by which images lie on disk."""
     for key, path in models.items():
-        digest = artefact.inspect(path, Known(frozenset(["LlamaForCausalLM"]))).digest
-        device.end.send(ipc.Place(replace(spec(path, key=key), digest=digest, architecture="LlamaForCausalLM")))
+        found = artefact.inspect(path, Known(frozenset(ARCHITECTURES.values())))
+        told = replace(spec(path, key=key), digest=found.digest, architecture=found.architecture)
+        device.end.send(ipc.Place(told))
     await device.until(lambda: all(key in device.state.models for key in models))
     await device.until(lambda: all(model.load_ms or model.error for model in device.state.models.values()))
     assert not any(model.error for model in device.state.models.values()), device.state.models
@@ -122,3 +127,33 @@ async def test_a_damaged_image_is_noticed_built_again_and_written_again(
     await device.stop()
     assert [event.source for event in heard(tmp_path / "journal", Built)] == [WeightSource.DISK, WeightSource.FILES]
     assert [event.lost for event in heard(tmp_path / "journal", FetchFailed)] == [True]
+
+
+@pytest.mark.long
+async def test_many_more_models_than_memory_are_served_from_whichever_tier_they_are_in(tmp_path: Path) -> None:
+    """MANY models, a hundred unless LADDER_MODELS says otherwise, with a host cache for a tenth of the images."""
+    models = {
+        f"m{number}": write_random(
+            tmp_path / f"m{number}", list(ARCHITECTURES)[number % len(ARCHITECTURES)], seed=number, hidden=256, layers=4
+        )
+        for number in range(MANY)
+    }
+    host_bytes = max(HOST_BYTES, MANY * 14 * MIB // 10)
+    device = await DeviceProcess.start(
+        POOL_BYTES, host_bytes, disk_folder=str(tmp_path / "disk"), disk_bytes=MANY * 32 * MIB
+    )
+    names, said = list(models), dict[str, list[int]]()
+    for first in range(0, MANY, 10):
+        await load(device, {name: models[name] for name in names[first : first + 10]})
+    for name in names:
+        said[name] = await device.answer(device.ask(name, ASKED))
+    assert sum(model.residency is Residency.COLD for model in device.state.models.values()) >= MANY // 2
+    shuffled = names * 2
+    random.Random(1).shuffle(shuffled)
+    for first in range(0, len(shuffled), 5):  # five models wait for the device, and for the host cache, at a time
+        streams = {device.ask(name, ASKED): name for name in shuffled[first : first + 5]}
+        for stream, name in streams.items():
+            assert await device.answer(stream) == said[name], name
+    assert not any(model.error for model in device.state.models.values())
+    assert device.rss_kib("RssAnon") < 3 << 20, "engines of models that are on disk keep next to nothing"
+    await device.stop()
