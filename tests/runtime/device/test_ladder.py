@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and
 MIB = 1 << 20
 POOL_BYTES, HOST_BYTES, DISK_BYTES = 64 * MIB, 56 * MIB, 1024 * MIB
 SHAPES = {"a": (256, 6), "b": (320, 6), "c": (192, 6), "d": (256, 5)}  # hidden size, layers: 10 to 28 MiB of weights
-MANY = int(os.environ.get("LADDER_MODELS", "100"))
+MANY = int(os.environ.get("LADDER_MODELS", "100"))  # models of the long test
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "opt": "OPTForCausalLM"}
 ASKED: dict[str, Any] = dict(prompt=[7, 8, 9] * 20, temperature=0, max_tokens=12)
 
@@ -65,7 +65,7 @@ async def load(device: DeviceProcess, models: dict[str, Path]) -> None:
 
 
 async def alone(models: dict[str, Path]) -> dict[str, list[int]]:
-    """What each model says on a device with room for every image."""
+    """Answers of the models on a device with room for every image."""
     device = await DeviceProcess.start(POOL_BYTES, 1024 * MIB)
     await device.load(models)
     said = {name: await device.answer(device.ask(name, ASKED)) for name in models}
@@ -131,7 +131,7 @@ async def test_a_damaged_image_is_noticed_built_again_and_written_again(
 
 @pytest.mark.long
 async def test_many_more_models_than_memory_are_served_from_whichever_tier_they_are_in(tmp_path: Path) -> None:
-    """MANY models, a hundred unless LADDER_MODELS says otherwise, with a host cache for a tenth of the images."""
+    """The host cache has room for a tenth of the images."""
     models = {
         f"m{number}": write_random(
             tmp_path / f"m{number}", list(ARCHITECTURES)[number % len(ARCHITECTURES)], seed=number, hidden=256, layers=4
