@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,6 +27,12 @@ from store.settings import PREFIX, SettingsError, read
 def _memory() -> int:
     """Return the bytes of memory of the host."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _disk(folder: Path) -> int:
+    """Return the size in bytes of the disk that has, or will have, the folder."""
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return shutil.disk_usage(there).total
 
 
 def _paths(value: object) -> object:
@@ -78,6 +85,9 @@ class Settings(BaseSettings):
     device_memory: ByteSize = Field(ByteSize(512 << 20), ge=4 << 20)  # pool of pages of each runtime
     # Host memory for images of models and parked requests, shared by all runtimes:
     host_cache: ByteSize = Field(ByteSize(_memory() // 2), ge=16 << 20)
+    # Disk memory for images of models, shared by all runtimes; 0: none. Images outlive the platform.
+    disk_cache: ByteSize = Field(default_factory=lambda values: ByteSize(_disk(values["data"]) // 4), ge=0)
+    disk_folder: Path = Field(default_factory=lambda values: values["data"] / "images")
     policy: str = "slack"
     fork_server: bool = True  # fork the gateway and the device processes from a process that has imported vLLM
     fork_server_fd: int = -1  # inherited socket for orders to a fork server that runs already
@@ -105,7 +115,7 @@ class Settings(BaseSettings):
     hold_deadline_s: float = Field(60.0, gt=0)  # longest wait for a model to wake
     resume_deadline_s: float = Field(60.0, gt=0)  # longest wait of a stream for a new runtime, if the old one died
 
-    @field_validator("data", "models")
+    @field_validator("data", "models", "disk_folder")
     @classmethod
     def _absolute(cls, data: Path) -> Path:
         return data.expanduser().absolute()  # child processes may run in another folder

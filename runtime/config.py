@@ -72,6 +72,8 @@ class RuntimeSettings(BaseSettings):
     # With a GPU, the most bytes of the host cache that are registered with its driver (pinned) at a time; 0: no limit.
     cache_pinned: ByteSize = ByteSize(0)
     host_cache_fd: int = -1  # host cache file shared by the runtimes of a node; -1: the runtime has a private cache
+    disk_cache: ByteSize = ByteSize(0)  # bound on images of models on disk; 0: images are not kept on disk
+    disk_folder: Path | None = None  # folder of images on disk, perhaps shared with other nodes
     fork_server: bool = True  # fork the device process from a process that has imported vLLM
     fork_server_fd: int = -1  # inherited socket for orders to a fork server; -1: the runtime starts a server of its own
     threads: int = _threads()  # compute threads of the device process, without a GPU
@@ -122,6 +124,10 @@ class RuntimeSettings(BaseSettings):
                 raise ValueError(
                     f"STACCATO_PROFILE={self.profile}: {error.strerror}: `staccato profile` writes one"
                 ) from error
+        if self.disk_cache and self.disk_folder is None:
+            raise ValueError(
+                f"STACCATO_DISK_CACHE={self.disk_cache} without a folder: name one with STACCATO_DISK_FOLDER, or say 0"
+            )
         if self.load_helpers and self.tensor_parallel > 1:
             helpers = ",".join(map(str, self.load_helpers))
             raise ValueError(

@@ -36,6 +36,8 @@ class Began(msgspec.Struct, frozen=True):
     load_helpers: tuple[int, ...] = ()  # further devices that help to load
     images_beside: bool = False  # the node has images made: see runtime/device/imaging.py
     pinned_bytes: int = 0  # most bytes of the host cache registered with a GPU's driver at a time; 0: no limit
+    disk_folder: str = ""  # images on disk; empty: there are none
+    disk_bytes: int = 0  # bound on the images on disk
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]
@@ -109,6 +111,7 @@ class ImageMade(msgspec.Struct, frozen=True, tag="ImageMade"):
 
     model: str
     error: str = ""
+    lacks_bytes: int = 0  # room that the host cache lacked for the image
 
 
 class ShowDevicePages(msgspec.Struct, frozen=True, tag="ShowPages"):

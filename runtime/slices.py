@@ -1,8 +1,8 @@
 """Long work in slices: a call that pauses in its midst, so that the thread can do other work before the call goes on.
 
-A build of an engine takes tens of milliseconds and a check of a model several steps. Meanwhile requests of other models
-wait for their next tokens, so the device's loop makes a step of another model between two slices. A second thread would
-not do: vLLM and torch keep the settings of a build in variables of the process, which a step must not see.
+A build of an engine takes tens of milliseconds and a check of a model several steps. Requests of other models wait
+meanwhile, so the device's loop makes a step of another model between two slices. A second thread would not do: vLLM and
+torch keep the settings of a build in variables of the process, and a step must not see these settings.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Sliced(Generic[T]):
 def pause(aside: Callable[[], Callable[[], None]]) -> None:
     """Pause the call around this line if the call's slice is used up. Does nothing outside of a `Sliced` call.
 
-    `aside` puts aside what the call has set for the whole thread, and returns the function that sets the same again."""
+    `aside` puts away the call's settings of the whole thread, and returns the function that sets the same again."""
     call = getcurrent()
     if isinstance(call, _Call) and time.monotonic() >= call.until:
         back = aside()

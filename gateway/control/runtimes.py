@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from gateway.core.objectives import label
+from gateway.core.status import tier
 from gateway.http.api import Body, Call, Operation, Page, Shown, answered
 from gateway.http.errors import Problem
 from gateway.streams.runtimes import RuntimesView
@@ -192,7 +193,7 @@ def _model(lease: Lease, state: wire.ModelState, users: dict[str, str]) -> Hoste
     labels = sorted(set(users.values()))
     return HostedModel(
         deployments=sorted(users),
-        residency=state.residency.name.lower(),
+        residency=tier(state),
         error=state.error or None,
         load_ms=state.load_ms,
         fetches=state.fetches,

@@ -60,14 +60,13 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def status(deployment: Deployment, active: States, target: States, attained: Iterable[Attained]) -> Status:
-    residency = _residency(active)
     loads_ms = [state.load_ms for state in active.values() if state.was_resident]
     return Status(
         phase=phase(deployment.desired_state, active),
         desired_state=deployment.desired_state,
         active_revision=deployment.active.number,
         target_revision=deployment.target.number if deployment.target else None,
-        residency=residency.name.lower() if residency is not None else "none",
+        residency=_tier(active),
         conditions=_conditions(deployment, active, target),
         progress=_progress(active),
         last_cold_start_ms=round(max(loads_ms), 1) if loads_ms else None,
@@ -104,6 +103,18 @@ def loadable(states: Iterable[ModelState]) -> bool:
 def _residency(states: States) -> Residency | None:
     known = {state.residency for state in states.values()}
     return next((residency for residency in _FURTHEST if residency in known), None)
+
+
+def tier(state: ModelState) -> str:
+    """The residency in lower case; `disk` if the model is COLD and an image lies on disk."""
+    return "disk" if state.residency is Residency.COLD and state.on_disk is True else state.residency.name.lower()
+
+
+def _tier(states: States) -> str:
+    """The most advanced tier; an image on disk is more than files alone."""
+    furthest = _residency(states)
+    tiers = sorted(tier(state) for state in states.values() if state.residency is furthest)
+    return ("disk" if "disk" in tiers else tiers[0]) if tiers else "none"
 
 
 def _progress(states: States) -> Progress | None:

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.core.status import tier
 from gateway.inference.meter import Meter
 from gateway.streams.runtimes import RuntimesView
 from store.contract.series import CODES, DEPLOYMENTS_MOST, METRICS, MODELS_MOST, OTHER, WAIT_S, WAYS
@@ -313,6 +314,7 @@ class _Leases(Collector):
             counted["staccato_model_fetches", model] += state.fetches
             counted["vllm:generation_tokens", model] += state.tokens
             gauges["staccato_model_resident", model] += state.residency is Residency.RESIDENT
+            gauges["staccato_model_on_disk", model] += tier(state) == "disk"
             gauges["staccato_model_failed", model] += state.residency is Residency.FAILED
             gauges["staccato_model_pages", model, "weights"] += state.weights_pages
             gauges["staccato_model_pages", model, "kv"] += state.kv_pages

@@ -44,8 +44,8 @@ LOOPBACK = "127.0.0.1"
 
 # Settings told to each role. A runtime never learns the database's address or the operator's key.
 RUNTIME_SETTINGS = (
-    *("nats_url", "nats_ca", "device_memory", "host_cache", "policy", "journal", "log_level"),
-    "fork_server",
+    *("nats_url", "nats_ca", "device_memory", "host_cache", "disk_cache", "disk_folder", "policy", "journal"),
+    *("log_level", "fork_server"),
 )
 SCHEDULER_SETTINGS = ("nats_url", "nats_ca", "log_level")
 LEDGER_SETTINGS = ("nats_url", "nats_ca", "database_url", "request_days", "log_level")

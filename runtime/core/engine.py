@@ -11,6 +11,7 @@ calls waits for a transfer: ask `arrived` and `parked` for progress. A caller wi
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -27,6 +28,26 @@ class EngineError(Exception):
 
 class BadRequest(EngineError):
     """The engine cannot serve the request. The engine itself is unharmed."""
+
+
+class NoHostRoom(EngineError):
+    """The host cache has no room for the model's image while the images of built engines stay."""
+
+    def __init__(self, message: str, lacks_bytes: int) -> None:
+        super().__init__(message)
+        self.lacks_bytes = lacks_bytes
+
+
+class ImageLost(EngineError):
+    """The model's image was damaged on the way in: the caller must close the engine, and may build the engine anew."""
+
+
+class WeightSource(enum.StrEnum):
+    """Where a build took the weights from."""
+
+    HOST = enum.auto()  # an image in the host cache
+    DISK = enum.auto()  # an image on disk, perhaps still being read
+    FILES = enum.auto()  # the files of the model
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -111,6 +132,7 @@ class ResidentEngine(Protocol):
 
     weights_pages: int  # pages of the complete weights
     kv_pages_least: int  # KV pages that let a request of the model's longest length run to its end
+    source: WeightSource  # of the build
     owners: tuple[int, int]  # numbers of the weights and of the KV cache in the map of the pool
 
     def held(self) -> Held:
@@ -130,7 +152,8 @@ class ResidentEngine(Protocol):
         """Whether the engine can step: the weights are complete, and a request is ready or no request is arriving.
 
         Raises EngineError if the transfer failed; `fetch` may be called again. Requests are parked then, and the
-        weights are as before `fetch`, but an engine on several devices gives all pages of its weights back."""
+        weights are as before `fetch`, but an engine on several devices gives all pages of its weights back. Raises
+        ImageLost, as `fetch` does, if the weights can't come from the image any more."""
 
     def check(self) -> str | None:
         """Compare the model's answer to a fixed question with the answer given when the weights were read from files.
@@ -263,7 +286,11 @@ class EngineBuilder(Protocol):
         """Build an engine and put the weights into the host cache. The new engine holds no pages.
 
         While weight files are read, calls `told(read_bytes, files_bytes)`: bytes read so far, and bytes of all files.
-        Raises EngineError if the build fails; the caller may build again."""
+        Raises EngineError if the build fails; the caller may build again. Raises NoHostRoom if images of built
+        engines take the room: the caller may close other engines first."""
+
+    def on_disk(self, spec: EngineSpec, /) -> bool:
+        """Whether the disk has an image of the model, as of a few seconds ago."""
 
     def hold(self, blocks: list[int], block_bytes: int, life: int) -> Hold | None:
         """Keep host cache blocks that the process numbered `life` parked, even after the death of the process.

@@ -13,9 +13,9 @@ import structlog
 
 from runtime.core.device.events import BuildFailed, Built, Checked, Event, ImageOver, Unfinished
 from runtime.core.device.request import ModelKey
-from runtime.core.engine import Engine, EngineBuilder, EngineError
+from runtime.core.engine import Engine, EngineBuilder, EngineError, NoHostRoom, WeightSource
 from runtime.device.stepping import Stepping
-from runtime.ipc import MakeImage, StopImage
+from runtime.ipc import ImageMade, MakeImage, StopImage
 from runtime.slices import Sliced
 from store.contract.wire import EngineSpec
 
@@ -74,13 +74,20 @@ class Builds:
     Args:
         build: builds an engine, and may pause meanwhile (runtime/slices.py).
         clock: monotonic, in seconds.
-        orders: orders for images; None if this process makes the images as well."""
+        orders: orders for images; None if this process makes the images as well.
+        irretrievable: models whose images must stay in the host cache."""
 
     def __init__(
-        self, build: EngineBuilder, stepping: Stepping, clock: Callable[[], float], orders: ImageOrders | None
+        self,
+        build: EngineBuilder,
+        stepping: Stepping,
+        clock: Callable[[], float],
+        orders: ImageOrders | None,
+        irretrievable: Callable[[], tuple[ModelKey, ...]],
     ) -> None:
         self._build, self._stepping, self._clock = build, stepping, clock
-        self._orders = orders
+        self._orders, self._irretrievable = orders, irretrievable
+        self._imaged: set[ModelKey] = set()  # models whose images were made for the build under way
         self._slices: dict[ModelKey, Sliced[Engine]] = {}
         self._began: dict[ModelKey, float] = {}
 
@@ -98,22 +105,33 @@ class Builds:
                 return Unfinished(model), None
             engine, took_s = build.result, self._clock() - began
             pages = engine.weights_pages, engine.kv_pages_least
-            built = Built(model, took_s, *pages, engine.held(), engine.sequential)
+            source = WeightSource.FILES if model in self._imaged else engine.source
+            built = Built(model, took_s, *pages, engine.held(), engine.sequential, source)
+        except NoHostRoom as error:
+            return self._no_room(model, str(error), error.lacks_bytes), None
         except Exception as error:
             return BuildFailed(model, reason("device.build_failed", model, error)), None
         finally:
             self._stepping.end_build(over=self._slices[model].over)
-        log.info("device.built", model=model, took_ms=round(took_s * 1e3), weights_pages=engine.weights_pages)
+        log.info("device.built", model=model, took_ms=round(took_s * 1e3), source=source)
         return built, engine
 
-    def image_made(self, model: ModelKey, error: str) -> Event:
+    def _no_room(self, model: ModelKey, error: str, lacks_bytes: int) -> BuildFailed:
+        log.info("device.no_host_room", model=model, lacks_bytes=lacks_bytes)
+        return BuildFailed(model, error, lacks_bytes, self._irretrievable())
+
+    def image_made(self, made: ImageMade) -> Event:
         """Take word of the node that an ordered image is made, or the error. Returns the event for the machine."""
+        model = ModelKey(made.model)
         if self._orders is not None:
             self._orders.made(model)
-        if error:
-            self.ended(model)
-            return BuildFailed(model, error)
-        return ImageOver(model)
+        if not made.error:
+            self._imaged.add(model)
+            return ImageOver(model)
+        self.ended(model)
+        if made.lacks_bytes:
+            return self._no_room(model, made.error, made.lacks_bytes)
+        return BuildFailed(model, made.error)
 
     def withdraw(self, model: ModelKey) -> None:
         """Take back the order for the image of a withdrawn model, if any."""
@@ -127,6 +145,7 @@ class Builds:
     def ended(self, model: ModelKey) -> float:
         """Forget a build that has ended. Returns when the build began."""
         self._slices.pop(model, None)
+        self._imaged.discard(model)
         return self._began.pop(model, self._clock())
 
 

@@ -19,7 +19,7 @@ from time import monotonic
 
 import msgspec
 
-from runtime.core.engine import EngineError
+from runtime.core.engine import EngineError, NoHostRoom
 from runtime.device.stepping import Stepping
 from store.contract.wire import EngineSpec
 from store.telemetry import observe
@@ -40,6 +40,8 @@ class ImageBegan(msgspec.Struct, frozen=True):
     host_fd: int
     stepping_fd: int
     orders_fd: int  # socket: an EngineSpec comes for each image, an ImageSaid goes back
+    disk_folder: str = ""  # images on disk; empty: there are none
+    disk_bytes: int = 0  # bound on the images on disk
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]
@@ -49,6 +51,7 @@ class ImageSaid(msgspec.Struct, frozen=True):
     """The end of an order. Without an error, the host cache has the image."""
 
     error: str = ""
+    lacks_bytes: int = 0  # room that the host cache lacked for the image
 
 
 def stand_back() -> None:
@@ -74,16 +77,20 @@ def main() -> None:
     use_threads()
     freeze_heap()
     orders, stepping = socket.socket(fileno=began.orders_fd), Stepping(began.stepping_fd)
-    builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd)
+    disk = began.disk_folder, began.disk_bytes
+    builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd, disk=disk)
     while packet := orders.recv(PACKET_MOST):
-        spec, error = msgspec.json.decode(packet, type=EngineSpec), ""
+        spec, said = msgspec.json.decode(packet, type=EngineSpec), ImageSaid()
         stepping.begin_build(spec.key, since := monotonic())
         try:
             builder.build(spec, partial(stepping.read, spec.key, since)).close()  # and unpins the image
-        except Exception as raised:
-            error = str(raised) if isinstance(raised, EngineError) else type(raised).__name__
+        except NoHostRoom as error:
+            said = ImageSaid(str(error), error.lacks_bytes)
+        except Exception as error:
+            said = ImageSaid(str(error) if isinstance(error, EngineError) else type(error).__name__)
         stepping.end_build()
-        orders.send(msgspec.json.encode(ImageSaid(error)))
+        orders.send(msgspec.json.encode(said))
+    builder.close()  # images are written to disk to the end
     os._exit(0)  # skips vLLM's exit handlers: the process's end tears down everything anyway
 
 

@@ -58,8 +58,8 @@ from runtime.core.device.events import (
 from runtime.core.device.instance import Instance
 from runtime.core.device.model import Model, Phase
 from runtime.core.device.pages import Pages
-from runtime.core.device.request import ModelKey, Objective, Request, RequestId, request_id
-from runtime.core.engine import BadRequest, Engine
+from runtime.core.device.request import ModelKey, Request, RequestId, request_id
+from runtime.core.engine import BadRequest, Engine, ImageLost
 from runtime.core.engine import EngineBuilder as Builder
 from runtime.core.ledgers.costs import ModelCosts, load_profile, model_size, unknown
 from runtime.core.ledgers.device_time import DeviceTime
@@ -67,6 +67,7 @@ from runtime.core.ledgers.latency import Clocks
 from runtime.core.ledgers.timeline import joined
 from runtime.core.turns.registry import POLICIES
 from runtime.core.turns.turn import Turns
+from runtime.device.arrivals import departed, request_of
 from runtime.device.building import Builds, Checks, ImageOrders, reason
 from runtime.device.journal import BeginRecord as JournalBegan
 from runtime.device.journal import DecisionJournal, Recorded
@@ -94,7 +95,7 @@ from runtime.ipc import (
 )
 from runtime.migration.handover import Handover
 from store.contract.views import Stage, Use
-from store.contract.wire import Course, Delta, Departure, EngineSpec, ModelState, Run, replace
+from store.contract.wire import Course, Delta, EngineSpec, ModelState, Residency
 from store.files.records import appended
 from store.telemetry import observe
 
@@ -134,9 +135,8 @@ class Device:
         self._machine = self.instance if journal is None else Recorded(self.instance, journal)
         self._pipe, self._build, self._clock = pipe, build, clock
         self._stepping = stepping or Stepping(Stepping.create())
-        self._builds = Builds(
-            build, self._stepping, clock, has_image and ImageOrders(has_image, self._wanted, pipe.send)
-        )
+        orders = ImageOrders(has_image, self._wanted, pipe.send) if has_image else None
+        self._builds = Builds(build, self._stepping, clock, orders, self._irretrievable)
         self._checks = Checks()
         self._engines: dict[ModelKey, Engine] = {}
         self._unfit: set[ModelKey] = set()  # models with a failed engine: nothing is asked of the engine but to close
@@ -156,7 +156,7 @@ class Device:
             self._hear,
             pipe.send,
             self._send_made,
-            partial(_departed, clock),
+            partial(departed, clock),
         )
 
     def run(self) -> None:
@@ -186,12 +186,12 @@ class Device:
             case Withdraw(model):
                 event = Withdrawn(ModelKey(model))
                 self._builds.withdraw(ModelKey(model))
-            case ImageMade(model, error):
-                event = self._builds.image_made(ModelKey(model), error)
+            case ImageMade():
+                event = self._builds.image_made(command)
             case Start(run, grammar):
                 id = request_id(run.gateway, run.stream)
                 model = ModelKey(run.model)
-                event = Arrived(dataclasses.replace(_request(run, id, model, self._clock()), grammar=grammar))
+                event = Arrived(dataclasses.replace(request_of(run, id, model, self._clock()), grammar=grammar))
             case Stop(gateway, streams):
                 event = Cancelled([request_id(gateway, stream) for stream in streams])
                 said = self._readings.drop(gateway, streams)
@@ -363,6 +363,11 @@ class Device:
             self._pipe.send(Formed(event.model, engine.kv_form))
         return event
 
+    def _irretrievable(self) -> tuple[ModelKey, ...]:
+        """Models whose weights are neither on disk nor in the models' own folders: their images must stay."""
+        specs = [model.spec for model in self.instance.models.values() if model.key in self._engines]
+        return tuple(ModelKey(s.key) for s in specs if not (os.path.isdir(s.path) or self._build.on_disk(s)))
+
     def _close(self, model: ModelKey) -> Event:
         """Close an engine. An engine that raises counts as closed; `_rest` finds pages that were not given back."""
         self._unfit.discard(model)
@@ -380,7 +385,7 @@ class Device:
         try:
             engine.fetch(fetch.kv_pages)
         except Exception as error:
-            return FetchFailed(fetch.model, reason("device.fetch_failed", fetch.model, error), engine.held())
+            return _fetch_failed(fetch.model, error, engine)
         self._transfers[fetch.model] = partial(self._arrived, fetch.model, began)
         return None
 
@@ -398,7 +403,7 @@ class Device:
                 return None
         except Exception as error:
             del self._transfers[model]
-            return FetchFailed(model, reason("device.fetch_failed", model, error), engine.held())
+            return _fetch_failed(model, error, engine)
         del self._transfers[model]
         self._note("fetch", model, began)
         return Fetched(model, self._clock() - began, engine.held())
@@ -464,7 +469,10 @@ class Device:
 
     def _model_state(self, model: Model) -> ModelState:
         engine = self._engines.get(model.key)
-        return model.state(self.instance.pages.of(model.key), engine.kv_fragmentation() if engine else 0.0)
+        state = model.state(self.instance.pages.of(model.key), engine.kv_fragmentation() if engine else 0.0)
+        if state.residency is Residency.COLD and self._build.on_disk(model.spec):
+            return structs.replace(state, on_disk=True)
+        return state
 
     def _rest(self) -> None:
         """Sleep until a command comes, a transfer is over or a model's idle time is up: the device has no work."""
@@ -490,31 +498,9 @@ def _unknown(spec: EngineSpec) -> ModelCosts:
     return unknown(model_size(spec))
 
 
-def _departed(clock: Callable[[], float], run: Run, departure: Departure) -> Request:
-    """The request that another runtime hands over with `departure`."""
-    id = request_id(run.gateway, run.stream)
-    request = _request(replace(run, made=departure.made), id, ModelKey(run.model), clock())
-    return dataclasses.replace(request, handed=True)
-
-
-def _request(run: Run, id: RequestId, model: ModelKey, now: float) -> Request:
-    objective = Objective(run.ttft_s, run.tbt_s, run.patience_s, run.priority)
-    return Request(
-        id,
-        run.gateway,
-        run.stream,
-        model,
-        run.payload,
-        now,
-        run.prompt_tokens,
-        run.max_tokens,
-        objective,
-        run.label,
-        run.tenant,
-        run.weight,
-        run.made,
-        run.first_late,
-    )
+def _fetch_failed(model: ModelKey, error: Exception, engine: Engine) -> FetchFailed:
+    lost = isinstance(error, ImageLost)
+    return FetchFailed(model, reason("device.fetch_failed", model, error), engine.held(), lost)
 
 
 def _billed(delta: Delta, request: Request) -> Delta:
@@ -570,7 +556,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if others:
         others.meet()
-    builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd, began.load_helpers, began.pinned_bytes)
+    disk = began.disk_folder, began.disk_bytes
+    builder = Builder(
+        began.pool_bytes, began.host_bytes, began.host_fd, began.load_helpers, began.pinned_bytes, disk=disk
+    )
     prepare(builder)
     build = GroupBuild(builder, others) if others else builder
     journal = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import time
 import traceback
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import replace
@@ -35,14 +36,17 @@ from vllm.v1.sample import logits_processor, sampler
 from vllm.v1.sample.ops import logprobs
 from vllm.v1.worker import gpu_worker
 
-from runtime.core.engine import EngineError, Hold, Told
+from runtime.core.engine import EngineError, Hold, NoHostRoom, Told, WeightSource
+from runtime.core.host_index import RunState
 from runtime.engine import ranks
 from runtime.engine.golden import Golden
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.vllm import VllmEngine, chain, clean_up_after, first_line
 from runtime.engine.worker import Building, building, pause
 from runtime.memory import outside
-from runtime.memory.images import Image, ImageKey, Images, Making
+from runtime.memory.arriving import ArrivingImage, read_in
+from runtime.memory.disk import DiskCache
+from runtime.memory.images import NOTES_BYTES, HostCacheFull, Image, ImageKey, Images, Making
 from runtime.memory.lent import write_out
 from runtime.memory.native import MIXED, Backend, DevicePool, PageState
 from store.contract.views import Content, PageRun
@@ -70,6 +74,8 @@ _meta = msgspec.msgpack.Encoder()
 
 ADDRESSES_PER_FILE_BYTE = 6  # for wider types, and packed copies beside tied embeddings; addresses cost no memory
 ADDRESSES_LEAST = 256 << 20
+WEIGHTS_LEAST = 0.75  # an image may be smaller than its weights on file: by tied embeddings, or parts left out
+BUILT_S = 30.0  # time to make an image again, if this process did not make the image
 KEPT_PART = 32  # up to 1/32 of the host cache is kept, while empty, for requests to be parked
 IMAGE_FORMAT, FILES_FORMAT = "staccato_image", "staccato_files"
 
@@ -103,7 +109,8 @@ class Builder:
         host_bytes: size of the host cache, the most that images and parked requests may take.
         host_fd: file descriptor of another process's host cache, to share images; -1 to make a new host cache.
         helpers: other GPUs, by ordinal, that help to load.
-        pinned_bytes: most bytes of the host cache that are registered with a GPU's driver at a time; 0: no limit."""
+        pinned_bytes: most bytes of the host cache that are registered with a GPU's driver at a time; 0: no limit.
+        disk: folder of images on disk, and the bound on their bytes; an empty folder's name: there are none."""
 
     def __init__(
         self,
@@ -112,6 +119,7 @@ class Builder:
         host_fd: int = -1,
         helpers: Collection[int] = (),
         pinned_bytes: int = 0,
+        disk: tuple[str, int] = ("", 0),
     ) -> None:
         self.version = check_version()
         backend = Backend.HOST if current_platform.is_cpu() else Backend.CUDA
@@ -120,6 +128,8 @@ class Builder:
         self.images = Images.create(host_bytes, kept) if host_fd < 0 else Images.open(host_fd, kept)
         if backend is Backend.CUDA:
             self.images.pin_for(self.device)
+        self.images.below = self._disk = DiskCache.at(*disk)
+        self._image_bytes: dict[ImageKey, int] = {}  # of images that were made, or did not fit
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
         self.life, self.block_tokens = self.images.life, 0
         # A second process would need memory of the GPU, which the pool has nearly all of.
@@ -144,7 +154,9 @@ class Builder:
 
     def close(self) -> None:
         """Close the pool and the host cache. Close all engines first."""
-        self.images.close()  # first, for the device has ranges of the cache pinned
+        if self._disk is not None:
+            self._disk.close()
+        self.images.close()  # before the device, which has ranges of the cache pinned
         self.device.close()
 
     def __call__(self, spec: EngineSpec, told: Told = _nobody, /) -> VllmEngine:
@@ -159,15 +171,23 @@ class Builder:
             more: further settings of vLLM's.
 
         Raises EngineError."""
-        key = self._key(spec)
+        key, began = self._key(spec), time.monotonic()
         files_bytes = _weight_file_bytes(spec)
         addresses = ADDRESSES_LEAST + ADDRESSES_PER_FILE_BYTE * files_bytes
         now = Building(self.device, addresses, lambda read_bytes: told(read_bytes, files_bytes))
         try:
-            image = self._find(key)
+            image = self._find(spec, key)
             if image is not None and (engine := self._from_image(spec, now, key, image, more)) is not None:
                 return engine
-            return self._from_files(spec, now, key, more)
+            self.images.check_room(self._image_bytes.get(key, int(WEIGHTS_LEAST * spec.weight_bytes)))
+            engine = self._from_files(spec, now, key, more)
+            if self._disk is not None and spec.digest:
+                self._disk.keep(self.images, key, time.monotonic() - began)
+            return engine
+        except HostCacheFull as error:
+            self._image_bytes[key] = error.asked_bytes - NOTES_BYTES
+            _let_go(error)
+            raise NoHostRoom(str(error), error.lacks_bytes) from error
         except Exception as error:  # vLLM raises what its layers raise: pydantic, torch, safetensors, OSError, ...
             log.error("engine.not_built", model=spec.key, detail=chain(error))
             _let_go(error)
@@ -177,16 +197,32 @@ class Builder:
             torch.cuda.empty_cache()  # torch keeps a model's memory from before the move; does nothing without a GPU
 
     def has_image(self, spec: EngineSpec) -> bool:
-        """Whether the host cache has the model's image: then a build reads no files."""
-        return self.images.has(self._key(spec))
+        """Whether the host cache or the disk has the model's image: then a build reads no files of the model.
+
+        An image that another process makes counts as missing: a build would wait for the other process."""
+        state = self.images.state(self._key(spec))
+        return state is RunState.READY or (state is None and self.on_disk(spec))
+
+    def on_disk(self, spec: EngineSpec, /) -> bool:
+        return self._disk is not None and bool(spec.digest) and self._disk.has(self._key(spec))
 
     def _key(self, spec: EngineSpec) -> ImageKey:
         shard = f"{ranks.rank()}/{ranks.size()}"
         return ImageKey(_identity(spec), self.version, spec.dtype, shard, _architecture())
 
-    def _find(self, key: ImageKey) -> Image | None:
-        """The image, pinned, if every rank has an image; else None: all ranks read files together, or none."""
-        image = self.images.find(key)
+    def _find(self, spec: EngineSpec, key: ImageKey) -> Image | ArrivingImage | None:
+        """The image, pinned, if every rank has an image; else None: all ranks read files together, or none.
+
+        An image on disk is being read when the call returns. Ranks wait for the end of the reading, and agree on it.
+        Images of models without a digest stay off the disk: such a model's files might change under an equal key."""
+        image: Image | ArrivingImage | None = self.images.find(key)
+        if self._disk is not None and spec.digest:
+            if image is None:
+                image = read_in(self.images, self._disk, key)
+            else:  # made by another process, perhaps, which had no time to write the image
+                self._disk.keep(self.images, key, BUILT_S)
+        if isinstance(image, ArrivingImage) and ranks.size() > 1:
+            image = image.ended()
         if ranks.all_say(lambda: image is not None):
             return image
         if image is not None:
@@ -208,14 +244,14 @@ class Builder:
                     pass
             if sequential:
                 log.warning("engine.sequential", model=spec.key, detail="in a batch it says otherwise than alone")
-            engine.move_in(image, key, golden, sequential)
+            engine.move_in(image, key, golden, sequential, WeightSource.FILES)
             return engine
         except BaseException as error:
             clean_up_after(error, engine.close)
             raise
 
     def _from_image(
-        self, spec: EngineSpec, now: Building, key: ImageKey, image: Image, more: dict[str, Any]
+        self, spec: EngineSpec, now: Building, key: ImageKey, image: Image | ArrivingImage, more: dict[str, Any]
     ) -> VllmEngine | None:
         """Build the engine on an image; None, and the image is discarded, if the engine needs another layout."""
         meta = msgspec.msgpack.decode(image.meta, type=Meta)
@@ -231,7 +267,8 @@ class Builder:
             image.release()
             self.images.discard(key)
             return None
-        engine.move_in(image, key, meta.golden, meta.sequential)
+        source = WeightSource.DISK if isinstance(image, ArrivingImage) else WeightSource.HOST
+        engine.move_in(image, key, meta.golden, meta.sequential, source)
         return engine
 
     def _core(self, spec: EngineSpec, now: Building, load_format: str, more: dict[str, Any]) -> VllmEngine:

@@ -27,12 +27,14 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.utils import AttentionGroup, clear_layer_kv_caches
 
 from runtime.core.device.request import RequestId
-from runtime.core.engine import AHEAD, BadRequest, EngineError, Held, Output
+from runtime.core.engine import AHEAD, BadRequest, EngineError, Held, ImageLost, Output, WeightSource
 from runtime.engine import golden, ranks
 from runtime.engine.golden import Golden
 from runtime.engine.grammars import GrammarReader
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.worker import Home, as_tensor
+from runtime.memory.arriving import ArrivingImage
+from runtime.memory.disk import TornImage
 from runtime.memory.images import Image, ImageKey, Images
 from runtime.memory.kv import KvRegion
 from runtime.memory.lent import lend, take_back
@@ -63,7 +65,7 @@ class VllmEngine:
         self._blocks = self._scheduler.blocks
         self._golden = Golden([], [])
         self._golden_blocks = self._scheduler.groups.admission(golden.PROMPT + golden.TOKENS)
-        self.sequential = False
+        self.sequential, self.source = False, WeightSource.FILES
         self._activations = self._questions = 0
         self._parked = True  # or about to be parked: the engine's blocks are given back
         self._grammars = GrammarReader(core)
@@ -217,19 +219,19 @@ class VllmEngine:
             self._scheduler.bring_in(leave=self._golden_blocks)  # a check may come before the first step
             if here:
                 self.weights.fetch()
-        except PoolError as error:
+        except (PoolError, TornImage) as error:
             raise self._not_fetched(error) from error
 
     def arrived(self) -> bool:
         try:
             if not ranks.all_say(self.weights.arrived):
                 return False
-        except PoolError as error:
+        except (PoolError, TornImage) as error:
             raise self._not_fetched(error) from error
         self._scheduler.land()
         return self._scheduler.inside > 0 or self._scheduler.arriving == 0
 
-    def _not_fetched(self, error: PoolError) -> EngineError:
+    def _not_fetched(self, error: PoolError | TornImage) -> EngineError:
         """Take arriving requests out again after a failed fetch. Returns the error to raise."""
         self._parked = True
         if ranks.size() > 1:  # ranks may hold different parts of the weights
@@ -237,7 +239,7 @@ class VllmEngine:
             self.weights.evict(self.weights.held_pages, self._written())
         self._scheduler.take_out(None)
         self._scheduler.wait_all_out()
-        return EngineError(str(error))
+        return ImageLost(str(error)) if isinstance(error, TornImage) else EngineError(str(error))
 
     def park(self) -> None:
         self._parked = True
@@ -253,7 +255,7 @@ class VllmEngine:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        if (ticket := self.weights.ticket or self._scheduler.ticket) is not None:
+        if not self.weights.wait(timeout_s) and (ticket := self._scheduler.ticket) is not None:
             with suppress(PoolError):  # the time is up, or the copy failed: `arrived` or `parked` reports the failure
                 ticket.wait(timeout_s)
 
@@ -287,8 +289,11 @@ class VllmEngine:
 
     # ── integrity ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def move_in(self, image: Image, key: ImageKey, golden: Golden, sequential: bool) -> None:
+    def move_in(
+        self, image: Image | ArrivingImage, key: ImageKey, golden: Golden, sequential: bool, source: WeightSource
+    ) -> None:
         """End the build: from now on the weights lie in the image, and the device holds none of the weights."""
+        self.source = source
         self.weights.image, self.key, self._golden = image, key, golden
         self.home.forget_old()
         self.home.settle()
@@ -299,7 +304,7 @@ class VllmEngine:
 
     def check(self) -> str | None:
         image = self.weights.image
-        assert image is not None
+        assert isinstance(image, Image), "the image has not arrived"
         self._activations += 1
         if not ranks.all_say(partial(image.sample, self._activations)):
             return self._quarantine("its image in the host cache has changed")

@@ -150,6 +150,9 @@ class GroupBuild:
         engine = self._others.with_them(EngineCall(spec.key, "", (spec,)), partial(self._build, spec, told))
         return cast(Engine, GroupEngine(spec.key, engine, self._others))
 
+    def on_disk(self, spec: EngineSpec, /) -> bool:
+        return self._build.on_disk(spec)
+
     def hold(self, blocks: list[int], block_bytes: int, life: int) -> Hold | None:
         return None  # a group receives no blocks from other runtimes
 

@@ -15,17 +15,16 @@ unfinished images and parked blocks.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import struct
-import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
+from typing import Protocol
 
 import msgspec
 
@@ -40,6 +39,7 @@ from runtime.core.host_index import (
     fit_blocks,
     whole_folios,
 )
+from runtime.memory.locks import MEMBER_LOCKS, IndexLocks
 from runtime.memory.native import CacheMemory, Code, DevicePool, PoolError
 from runtime.memory.pinning import NothingPinned, PinnedRuns
 from runtime.memory.slabs import Extent, HostBlockHold, Slabs
@@ -49,7 +49,6 @@ META_MOST = (1 << 20) - 4096  # bytes
 NOTES_BYTES = META_MOST + 4096  # room behind each image for meta and checksums, asked for before both are known
 SAMPLE_BYTES = 64 << 10
 SAMPLES_MOST = 256  # 16 MiB to read, about 10 ms
-LOCK_S = 10.0  # the index is locked for microseconds, or for tens of milliseconds while memory is given back
 MAKING_S = 600.0
 POLL_S = 0.02
 
@@ -58,8 +57,6 @@ _MAGIC_VALUE, _BLANK = (b"staccato", 2), (bytes(8), 0)
 _TURN_AT = _MAGIC.size
 _COPIES_AT = (4096, 4096 + (INDEX_BYTES - 4096) // 2)
 _LENGTH = struct.Struct("<I")
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux, 64 bits: type, whence, start, length, pid
-_INDEX_LOCK, _MEMBER_LOCKS = 0, 1  # offsets of bytes that stand for locks, unrelated to the index at these offsets
 
 
 class HostCacheFull(Exception):
@@ -71,6 +68,9 @@ class HostCacheFull(Exception):
         self.total_bytes = index.end - INDEX_BYTES
         self.held_bytes = sum(run.bytes for run in held)
         self.largest_bytes = max((gap.bytes for gap in index.gaps(held)), default=0)
+        # At least so many bytes must go; 0: the image fits into no cache of this size.
+        spare = sum(gap.bytes for gap in index.gaps(held))
+        self.lacks_bytes = max(1, asked_bytes - spare) if asked_bytes <= self.total_bytes else 0
         pids = sorted({index.members[member] for run in held for member in run.pins})
         free_bytes = sum(gap.bytes for gap in index.gaps(index.runs))
         super().__init__(
@@ -84,10 +84,6 @@ class HostCacheFull(Exception):
 
 class ImageBusy(Exception):
     """Another runtime makes the image, and takes longer than the caller waits."""
-
-
-class HostCacheStuck(Exception):
-    """Another runtime holds the lock of the index for more than LOCK_S seconds."""
 
 
 class HostCacheMismatch(Exception):
@@ -131,18 +127,26 @@ class Notes(msgspec.Struct, frozen=True):
     meta: bytes  # the engine's own, given to `Making.seal`
 
 
+class ImageTier(Protocol):
+    """A tier below the host cache, with copies of images."""
+
+    def discard(self, key: ImageKey) -> None:
+        """Remove the copy: the image is not to be trusted."""
+
+
 class Images:
     """A runtime's access to the host cache. Thread-safe; close when no transfer uses the cache any more."""
 
     def __init__(self, cache: CacheMemory, kept_bytes: int = 0) -> None:
         self.cache = cache
+        self.below: ImageTier | None = None
         self._kept_bytes = kept_bytes  # most memory for parked blocks kept while empty
         self._empty: dict[int, tuple[Slabs, Extent]] = {}  # empty extents by offset, the longest empty first
         self._pinned = NothingPinned()
-        self._locks = _Locks(cache.fd)
+        self._locks = IndexLocks(cache.fd)
         self._view = cache.view(0, INDEX_BYTES)
         self._closed = False
-        self._member = next(member for member in range(1 << 16) if self._locks.take(_MEMBER_LOCKS + member))
+        self._member = next(member for member in range(1 << 16) if self._locks.take(MEMBER_LOCKS + member))
         with self._change() as index:
             index.forget([self._member])  # pins of a dead runtime with equal number
             index.members[self._member] = os.getpid()
@@ -169,7 +173,7 @@ class Images:
 
         Raises HostCacheMismatch."""
         size = os.fstat(fd).st_size // FOLIO_BYTES * FOLIO_BYTES
-        locks = _Locks(fd)
+        locks = IndexLocks(fd)
         with locks.index():
             found = _MAGIC.unpack(os.pread(fd, _MAGIC.size, 0)) if size > INDEX_BYTES else None
             if found not in (_MAGIC_VALUE, _BLANK):
@@ -203,14 +207,16 @@ class Images:
         self._pinned.take(run.offset, run.bytes)
         return self._image(run)
 
-    def has(self, key: ImageKey) -> bool:
-        """Whether the cache has a finished image with the key. The image may go before `find` is called."""
+    def state(self, key: ImageKey) -> RunState | None:
+        """State of the image with a key; None: the cache has no such image. The state may change at any time."""
         with self._change() as index:
             run = index.image(str(key))
-            return run is not None and run.state is RunState.READY
+            return None if run is None else run.state
 
-    def make(self, key: ImageKey, image_bytes: int, wait_s: float = MAKING_S) -> Image | Making:
+    def make(self, key: ImageKey, image_bytes: int, wait_s: float = MAKING_S, commit: bool = True) -> Image | Making:
         """Get room to make an image in, or the image, pinned, if the cache has the image.
+
+        The room has memory if `commit` is set, else the caller gets memory for each part with `Making.commit`.
 
         Waits while another runtime makes the image: a second copy would cost the room of a model and as much time.
         Takes over if the other runtime dies or gives up. Raises HostCacheFull, ImageBusy after `wait_s` seconds, and
@@ -228,7 +234,8 @@ class Images:
             self._pinned.take(run.offset, run.bytes)
             return self._image(run)
         try:
-            self.cache.commit(run.offset, run.bytes)
+            if commit:
+                self.cache.commit(run.offset, run.bytes)
             self._pinned.take(run.offset, run.bytes)
         except BaseException:
             self._give_back(run.offset)
@@ -236,7 +243,11 @@ class Images:
         return Making(self, run)
 
     def discard(self, key: ImageKey) -> bool:
-        """Hide an image from `find`; the memory is free once no runtime uses the image. False if no image was found."""
+        """Hide an image from `find`, and remove the copy below; the memory is free once no runtime uses the image.
+
+        False if no image was found."""
+        if self.below is not None:
+            self.below.discard(key)
         with self._change() as index:
             run = index.image(str(key))
             if run is None or run.state is not RunState.READY:
@@ -244,6 +255,13 @@ class Images:
             run.state = RunState.DISCARDED
             index.sweep()
         return True
+
+    def check_room(self, image_bytes: int) -> None:
+        """Raises HostCacheFull if an image of the size could not be made now, even if unused images were evicted."""
+        size = whole_folios(image_bytes + NOTES_BYTES)
+        with self._change() as index:
+            if not best_fit(index.gaps([run for run in index.runs if run.pins]), size):
+                raise HostCacheFull(size, index)
 
     def hold(self, blocks: Iterable[int], block_bytes: int, life: int) -> HostBlockHold | None:
         """Pin blocks parked by the member with the life `life`, until the hold is released, even if the member dies.
@@ -406,7 +424,7 @@ class Images:
         with self._locks.index():
             index = _read_index(self._view)
             before = index.runs
-            index.forget([m for m in index.members if m != self._member and not self._locks.taken(_MEMBER_LOCKS + m)])
+            index.forget([m for m in index.members if m != self._member and not self._locks.taken(MEMBER_LOCKS + m)])
             yield index
             _write_index(self._view, index)
             kept = {id(run) for run in index.runs}
@@ -465,6 +483,19 @@ class Making:
     def view(self) -> memoryview:
         return self._images.cache.view(self.offset, self.bytes)
 
+    def commit(self, offset: int, size: int) -> memoryview:
+        """Get memory for a part of the image, and perhaps for bytes behind the image. Returns the bytes of the part.
+
+        Raises PoolError if the machine has no memory."""
+        self._images.cache.commit(self.offset + offset, size)
+        return self._images.cache.view(self.offset + offset, size)
+
+    def commit_notes(self) -> None:
+        """Get memory for the notes behind the image, which `seal` writes. Raises PoolError."""
+        assert self._run is not None
+        first = _notes_at(self._run) // FOLIO_BYTES * FOLIO_BYTES
+        self._images.cache.commit(first, self._run.end - first)
+
     def seal(self, meta: bytes) -> Image:
         """Finish the image: from now on all runtimes find the image. `meta` is kept with it, at most META_MOST bytes.
 
@@ -485,51 +516,6 @@ class Making:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.abandon()
-
-
-class _Locks:
-    """Locks between processes, and between threads of this process.
-
-    The locks end with the open file description: when this process has died, and every process forked from this process
-    without an exec."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # a description of its own
-        self._threads = threading.Lock()
-
-    @contextlib.contextmanager
-    def index(self) -> Iterator[None]:
-        with self._threads:
-            deadline = time.monotonic() + LOCK_S
-            while not self.take(_INDEX_LOCK):
-                if time.monotonic() > deadline:
-                    raise HostCacheStuck(
-                        f"the index of the host cache is held for {LOCK_S:.0f} s: a runtime of this node was stopped "
-                        "while it changed it, let it go on or end it"
-                    )
-                time.sleep(0.0005)
-            try:
-                yield
-            finally:
-                self._set(_INDEX_LOCK, fcntl.F_UNLCK)
-
-    def take(self, byte: int) -> bool:
-        try:
-            self._set(byte, fcntl.F_WRLCK)
-        except BlockingIOError:
-            return False
-        return True
-
-    def taken(self, byte: int) -> bool:
-        """Whether another process holds the lock of a byte."""
-        found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def _set(self, byte: int, kind: int) -> None:
-        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
 
 
 # ── where things lie ──────────────────────────────────────────────────────────────────────────────────────────────────

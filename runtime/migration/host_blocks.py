@@ -13,7 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from typing import TypeVar
 
-from runtime.memory.images import HostCacheMismatch, HostCacheStuck, Images
+from runtime.memory.images import HostCacheMismatch, Images
+from runtime.memory.locks import HostCacheStuck
 from runtime.memory.native import LibraryMissing, PoolError
 from runtime.memory.slabs import Slabs
 

@@ -78,6 +78,8 @@ class DeviceChild:
             load_helpers=settings.load_helpers,
             images_beside=self.images is not None,
             pinned_bytes=int(settings.cache_pinned),
+            disk_folder=disk_folder(settings),
+            disk_bytes=int(settings.disk_cache),
         )
         fds = [fd, self._host_cache, self._stepping_fd]
         return await _started(self._command, began.arguments(), settings, fds, self._forks)
@@ -175,21 +177,19 @@ class ImageMaker:
         await self._end_process()
 
     async def _make(self, spec: EngineSpec, device: ipc.NodeEnd) -> None:
-        error, over = "", False
+        said, over = ImageSaid(), False
         try:
-            error = await self.made(spec)
+            said = await self.made(spec)
             over = True
         except OSError as failed:
-            error = f"no process could be started: {failed.strerror}"
+            said = ImageSaid(f"no process could be started: {failed.strerror}")
         finally:
             if not over:  # cancelled, or no process
                 await self._end_process()
-            device.send(ipc.ImageMade(spec.key, error))
+            device.send(ipc.ImageMade(spec.key, said.error, said.lacks_bytes))
 
-    async def made(self, spec: EngineSpec) -> str:
-        """Have the process make an image. Returns the reason if there is no image at the end, else an empty string.
-
-        Raises OSError if no process can be started."""
+    async def made(self, spec: EngineSpec) -> ImageSaid:
+        """Have the process make an image. Returns how the making ended. Raises OSError if no process can be started."""
         if self._idle is not None:
             self._idle.cancel()
         orders = self._socket if self._socket is not None and self._runs() else await self._start()
@@ -205,9 +205,9 @@ class ImageMaker:
             await ended(watching)
         if packet:
             self._idle = loop.call_later(IMAGING_IDLE_S, self._hang_up)
-            return msgspec.json.decode(packet, type=ImageSaid).error
+            return msgspec.json.decode(packet, type=ImageSaid)
         code = await self._end_process()
-        return hangs or f"the process that made its image ended with {_ending(code)}"
+        return ImageSaid(hangs or f"the process that made its image ended with {_ending(code)}")
 
     def _runs(self) -> bool:
         return self._process is not None and self._process.returncode is None
@@ -218,8 +218,9 @@ class ImageMaker:
         ours.setblocking(False)
         settings = self._settings
         with theirs:
-            fds = [self._host_cache, self._stepping_fd, theirs.fileno()]
-            began = ImageBegan(int(settings.device_memory), int(settings.host_cache), *fds)
+            fds = (self._host_cache, self._stepping_fd, theirs.fileno())
+            disk = disk_folder(settings), int(settings.disk_cache)
+            began = ImageBegan(int(settings.device_memory), int(settings.host_cache), *fds, *disk)
             self._socket = ours
             self._process = await _started(IMAGING, began.arguments(), settings, fds, self._forks)
         return ours
@@ -254,6 +255,11 @@ class ImageMaker:
                 process.kill()
         self.stepping.clear()
         return await process.wait()
+
+
+def disk_folder(settings: RuntimeSettings) -> str:
+    """The folder of images on disk; empty if no images are kept on disk."""
+    return str(settings.disk_folder) if settings.disk_folder and settings.disk_cache else ""
 
 
 async def _started(

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from runtime.core.device.request import Objective
-from runtime.core.ledgers.costs import Profile, load_profile
+from runtime.core.ledgers.costs import ImageTiers, Profile, load_profile
 from runtime.sim.capacity import CapacityRun, Measure, Point, Scenario, Search, Tuning, processes
 from runtime.sim.compiled import start_again
 from runtime.sim.dispatch.sight import AS_GATEWAYS_SEE, Sight
@@ -30,6 +30,7 @@ from runtime.sim.world import SimulationResult
 
 PROFILES = Path(__file__).parents[2] / "deploy" / "profiles"
 USAGE = 2
+DISK_GB_S = 2.0
 MEASURES: dict[str, Measure] = {"min": "min", "token": "token_attainment"}
 
 
@@ -79,6 +80,8 @@ def _sim_options(parser: argparse.ArgumentParser) -> None:
     option("--models-per-gpu", type=_positive, default=11.0, metavar="N", help="[%(default)g]")
     option("--gpus", type=_count, default=8, help="[%(default)s]")
     option("--gpu", type=_profile, default="h100", metavar="NAME|FILE", help="a profile [%(default)s]")
+    option("--host-cache", type=_positive, metavar="GIB", help="for images, of each GPU [room for all]")
+    option("--disk", type=_positive, metavar="GB/S", help="reads images that leave the host cache [2]")
     _fleet_options(parser)
     option("--set", type=_setting, action="append", default=[], metavar="NAME=VALUE", help="tune the policy")
     option("--seed", type=_seed, default=7, help="[%(default)s]")
@@ -101,7 +104,7 @@ def _sim(chosen: argparse.Namespace) -> None:
         raise ValueError("--picture-until says where a picture ends: say --picture FILE.svg")
     if (chosen.same_models or chosen.flood > 1) and not chosen.tenants:
         raise ValueError("--same-models and --flood are about several tenants: say --tenants 1,1")
-    scenario = Scenario(_workload(chosen), chosen.gpu, chosen.policy, chosen.gpus, objective, _sight(chosen))
+    scenario = Scenario(_workload(chosen), _with_tiers(chosen), chosen.policy, chosen.gpus, objective, _sight(chosen))
     tuning: Tuning = tuple(chosen.set)
     check(chosen.policy, **dict(tuning))
     changed = _changes(chosen) != Changes(seed=chosen.seed, sight=scenario.sight)
@@ -122,6 +125,19 @@ def _sim(chosen: argparse.Namespace) -> None:
         )
     else:
         _sim_capacity(chosen, scenario)
+
+
+def _with_tiers(chosen: argparse.Namespace) -> Profile:
+    """Raises ValueError for --disk alone, so that no option is silently ignored."""
+    profile: Profile = chosen.gpu
+    if not chosen.host_cache:
+        if chosen.disk:
+            raise ValueError("--disk says how fast images come back: say with --host-cache how many stay in memory")
+        return profile
+    tiers = ImageTiers(
+        host_cache_bytes=round(chosen.host_cache * (1 << 30)), disk_bytes_per_s=(chosen.disk or DISK_GB_S) * 1e9
+    )
+    return msgspec.structs.replace(profile, tiers=tiers)
 
 
 def _fleet_options(parser: argparse.ArgumentParser) -> None:

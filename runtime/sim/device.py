@@ -13,6 +13,7 @@ from runtime.core.device.events import (
     Add,
     Arrived,
     Build,
+    BuildFailed,
     Built,
     Check,
     Checked,
@@ -39,6 +40,7 @@ from runtime.core.device.instance import Instance
 from runtime.core.device.model import Model, Phase
 from runtime.core.device.pages import Pages
 from runtime.core.device.request import ModelKey, Request, RequestId
+from runtime.core.engine import WeightSource
 from runtime.core.fleet.rebalance import LackingModel, Load, RequestMemory, load_of
 from runtime.core.ledgers.device_time import DeviceTime
 from runtime.core.turns.turn import Turns
@@ -72,6 +74,8 @@ class SimulatedDevice:
         self._batched_tokens = profile.batched_tokens
         self.busy_s = self.switching_s = self.loading_s = 0.0
         self.fetches = 0
+        self._in_host_cache: dict[ModelKey, int] = {}  # bytes of each image, if the profile has tiers
+        self._to_read: set[ModelKey] = set()  # models whose images are on disk until the next fetch
         self._segment: StepSegment | None = None
         self._occupied = False
         self._last: ModelKey | None = None  # model of the last step
@@ -298,9 +302,15 @@ class SimulatedDevice:
                     self.busy_s += took_s
                     self._later(took_s, self._checked, model)
                 case Build(spec):
-                    engine = self.engines[ModelKey(spec.key)]
-                    self._hear(Built(ModelKey(spec.key), 0.0, engine.weights_pages, 1, engine.tell()))
+                    self._build(ModelKey(spec.key))
                 case Close(model):
+                    engine = self.engines[model]
+                    if engine.weights == engine.weights_pages:
+                        self.world.cluster.left(self.number, model)
+                    engine.weights = engine.kv = 0
+                    engine.here = False
+                    engine.tell()
+                    self._in_host_cache.pop(model, None)
                     self._hear(Closed(model))
                 case Lose(request):
                     self.world.ended(request, self.number)
@@ -327,11 +337,36 @@ class SimulatedDevice:
         self._segment = StepSegment(model, began, steps, step_s)
         self.world.at(began + (steps or 1) * step_s, self._stepped, self._segment)
 
+    def _build(self, model: ModelKey) -> None:
+        """Makes the engine around the model's image; the image comes from disk unless all images fit the host cache."""
+        engine, tiers = self.engines[model], self.profile.tiers
+        if tiers is None:
+            self._hear(Built(model, 0.0, engine.weights_pages, 1, engine.tell()))
+            return
+        size = engine.weights_pages * self.profile.page_bytes
+        lacks = size + sum(self._in_host_cache.values()) - tiers.host_cache_bytes
+        if lacks > 0:
+            self._hear(BuildFailed(model, "the host cache has no room", lacks if self._in_host_cache else 0))
+            return
+        self._in_host_cache[model] = size
+        self._to_read.add(model)
+        self._occupied = True
+        self._later(tiers.build_s, self._built, model)
+
+    def _built(self, model: ModelKey) -> None:
+        assert self.profile.tiers is not None
+        engine, took_s = self.engines[model], self.profile.tiers.build_s
+        self._occupied = False
+        self.happen(Built(model, took_s, engine.weights_pages, 1, engine.tell(), source=WeightSource.DISK))
+
     def _fetch(self, fetch: Fetch) -> None:
         engine = self.engines[fetch.model]
         missing = (engine.weights_pages - engine.weights) * self.profile.page_bytes
         engine.weights, engine.kv = engine.weights_pages, fetch.kv_pages
         took_s = engine.costs.load(missing) + engine.kv_bytes * engine.costs.copy_s_per_byte
+        if fetch.model in self._to_read and self.profile.tiers is not None:  # the copy follows the reading
+            self._to_read.remove(fetch.model)
+            took_s = max(took_s, missing / self.profile.tiers.disk_bytes_per_s)
         self.fetches += 1
         self.loading_s += took_s
         self.world.cluster.loads(self.number, fetch.model)

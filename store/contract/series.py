@@ -103,9 +103,7 @@ METRICS: dict[str, Metric] = {
         ),
         _histogram("staccato_queue_seconds", "What a request waited for others, before its first token.", *_DEPLOYMENT),
         _counter("staccato_request_seconds", "Time of requests that ended, by what it went to.", *_DEPLOYMENT, "part"),
-        _counter(
-            "staccato_request_ways", "Requests that generate, by the way through the gateway.", "way"
-        ),
+        _counter("staccato_request_ways", "Requests that generate, by the way through the gateway.", "way"),
         _counter("staccato_stream_aborts", "Streams that ended too early, by who ended them.", "side"),
         _counter("staccato_false_losses", "Runtimes that were taken for dead and heard again."),
         _gauge("staccato_requests_open", "Requests that are not answered yet."),
@@ -154,6 +152,7 @@ METRICS: dict[str, Metric] = {
         _counter("staccato_slo_good", "Of these, what kept it.", *_DEPLOYMENT, "slo"),
         _counter("staccato_device_seconds_used", "Time of devices that is charged to requests.", *_DEPLOYMENT, "use"),
         _gauge("staccato_model_resident", "Runtimes on whose device it is.", "model_name"),
+        _gauge("staccato_model_on_disk", "Runtimes that have it on disk alone.", "model_name"),
         _gauge("staccato_model_failed", "Runtimes that can't serve it.", "model_name"),
         _gauge("staccato_model_pages", "Pages that it holds, over all runtimes.", "model_name", "holds"),
         _counter("staccato_model_turns", "Turns that it had.", "model_name"),

@@ -454,6 +454,7 @@ class ModelState(Message, frozen=True, kw_only=True, tag="ModelState", omit_defa
     queued_bytes: int = 0  # KV cache needed by the waiting requests behind the first
     least_bytes: int | None = None  # KV cache of the smallest request, held or needed; None: no requests
     sequential: bool = False  # requests run alone: in a batch the model's output differs from its output alone
+    on_disk: bool | msgspec.UnsetType = msgspec.UNSET  # of a COLD model: an image lies on the runtime's disk
     ever_resident: bool = False  # absent in messages of earlier versions: readers ask `was_resident`
 
     @property

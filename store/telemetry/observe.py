@@ -24,10 +24,11 @@ FIELDS = frozenset(
         # structlog's own fields, and the process
         *("event", "level", "timestamp", "process"),
         # names and ids
-        *("attempt", "bucket", "database", "deployment", "engine", "gateway", "model", "move", "name", "request"),
-        *("revision", "runtime", "subject", "target", "tenant", "user"),
+        *("attempt", "bucket", "database", "deployment", "engine", "gateway", "image", "model", "move", "name"),
+        *("request", "revision", "runtime", "source", "subject", "target", "tenant", "user"),
         # numbers and durations
-        *("after_s", "blocks", "bytes", "calls", "first", "in_s", "last", "messages", "of"),
+        *("after_s", "blocks", "bytes", "calls", "first", "image_bytes", "in_s", "lacks_bytes", "last", "limit_bytes"),
+        *("messages", "of"),
         *(
             "output_tokens",
             "pages",
@@ -41,7 +42,21 @@ FIELDS = frozenset(
         ),
         *("revisions", "runtimes", "silent_s", "streams", "term", "tokens", "took_ms", "tries", "weights_pages"),
         # results
-        *("complete", "detail", "drain", "error", "format", "leaving", "now", "path", "reason", "refusal", "refused"),
+        *(
+            "complete",
+            "detail",
+            "drain",
+            "error",
+            "folder",
+            "format",
+            "full",
+            "leaving",
+            "now",
+            "path",
+            "reason",
+            "refusal",
+            "refused",
+        ),
         *("wrong",),
     }
 )

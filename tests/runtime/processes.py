@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from runtime import ipc
 from store.contract.wire import Finish, Run
 from store.fork.client import ForkedProcess
@@ -23,12 +25,18 @@ class DeviceProcess:
     """A device process. `state` is the last state told, `said` has the tokens told."""
 
     @classmethod
-    async def start(cls, pool_bytes: int, host_bytes: int, tensor_parallel: int = 1) -> DeviceProcess:
+    async def start(
+        cls, pool_bytes: int, host_bytes: int, tensor_parallel: int = 1, **more: str | int
+    ) -> DeviceProcess:
+        """Start the process. `more`: further settings of runtime/ipc.Began."""
         self = cls()
         self.process: asyncio.subprocess.Process | ForkedProcess
         ours, theirs = ipc.pair()
         with theirs:
-            began = ipc.Began(theirs.fileno(), "round-robin", pool_bytes, host_bytes, tensor_parallel=tensor_parallel)
+            began = replace(
+                ipc.Began(theirs.fileno(), "round-robin", pool_bytes, host_bytes, tensor_parallel=tensor_parallel),
+                **more,
+            )
             fd, forks = theirs.fileno(), shared()
             if forks is None or tensor_parallel > 1:
                 command = (sys.executable, "-m", "runtime.device", *began.arguments())

@@ -191,6 +191,8 @@ class World:
         self.images_wait = False  # an unfinished build waits for its image
         self.imaging: list[ModelKey] = []  # models whose builds wait
         self.log: list[Effect] = []  # every effect, in order
+        self.host_pages: int | None = None  # room of the host cache, in pages; None: for every image
+        self.kept: tuple[ModelKey, ...] = ()  # models whose images must stay in the host cache
         self.asked: list[RequestId] = []
         self.open: set[RequestId] = set()
         self.refuses: set[RequestId] = set()  # requests that the engine will refuse
@@ -305,6 +307,11 @@ class World:
                 self.image_over(self.imaging[0])
             elif self.out is not None:
                 self.answer()
+            elif any(model.demand.lacks_room for model in self.instance.models.values()):
+                tick_at = self.instance.next_tick()
+                assert tick_at is not None, "a model waits for room, and nothing would wake the device"
+                self.now = max(self.now, tick_at)
+                self.hear()
             else:
                 return
         raise AssertionError(f"after {most} answers {self.out} is out and {self.open} are open")
@@ -394,6 +401,10 @@ class World:
                     return BuildFailed(key, "no such file")
                 assert key not in self.engines, "built twice"
                 weights = self.sizes[spec.key]
+                if self.host_pages is not None:
+                    lacks = weights + sum(engine.weights_pages for engine in self.engines.values()) - self.host_pages
+                    if lacks > 0:
+                        return BuildFailed(key, "no room", lacks * PAGE_BYTES, self.kept)
                 least = 1 + (self.prompt_most + self.tokens_most) // self.tokens_a_page
                 self.engines[key] = Engine(weights, least)
                 return Built(key, 2.0, weights, least)
@@ -493,7 +504,8 @@ class World:
             for label, total in counted.items()
         }
         self.check_account()
-        if self.out is None and self.fetching is None and not (self.parking or self.imaging):
+        lacking = any(model.demand.lacks_room for model in models)
+        if self.out is None and self.fetching is None and not (self.parking or self.imaging or lacking):
             assert self.open == set(self.leaving), (
                 f"requests are open, and nothing is under way for them: {self.instance.models}"
             )

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from runtime.core.device.request import ModelKey, Objective, Request, request_id
 from runtime.core.fleet.cluster import Rules
 from runtime.core.fleet.scaling import Band
-from runtime.core.ledgers.costs import ModelSize, load_profile
+from runtime.core.ledgers.costs import ImageTiers, ModelSize, load_profile
 from runtime.core.turns.slack import Slack
 from runtime.sim.dispatch.base import Dispatch
 from runtime.sim.dispatch.baselines import Freest, InTurns
@@ -65,6 +66,21 @@ def fleet(
 
 def made(world: World) -> list[int]:
     return [request.sent for request in world.requests]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_images_beyond_the_host_cache_come_from_disk_and_every_request_is_served(seed: int) -> None:
+    workload, small = drawn_work(seed, 120, 120.0, 6), profile(40)
+    first_s = dict[int, float]()
+    for images in (6, 3):  # room in the host cache, of 6 images of 8 pages
+        tiers = ImageTiers(host_cache_bytes=images * 8 * PAGE, disk_bytes_per_s=8 * PAGE / 0.2)
+        world = World(workload, replace(small, tiers=tiers), Slack, InTurns(), 1, Objective(), checks=True)
+        world.run(600.0)
+        world.check()
+        assert made(world) == workload.output_tokens.tolist()
+        waits = [request.progress.first_at - request.arrived_at for request in world.requests]
+        first_s[images] = sum(waits)
+    assert first_s[3] > first_s[6] + 1.0, "images that come from disk take longer"
 
 
 ONE_BY_ONE = Rules(migrate=True, whole=False)

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from runtime.core.device.request import ModelKey, Request, RequestId
-from runtime.core.engine import Held, Output
+from runtime.core.engine import Held, Output, WeightSource
 from store.contract.wire import EngineSpec, Finish
 
 # ── events: commands ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -77,11 +77,16 @@ class Built(msgspec.Struct, frozen=True):
     kv_pages_least: int  # with fewer KV pages the engine could not serve a request of the longest length
     held: Held = Held()  # no pages held; KV pages wanted for the first step
     sequential: bool = False  # requests of the model run one at a time
+    source: WeightSource = WeightSource.HOST
 
 
 class BuildFailed(msgspec.Struct, frozen=True):
+    """The build failed; with `lacks_bytes`, for lack of room in the host cache alone."""
+
     model: ModelKey
     error: str
+    lacks_bytes: int = 0  # images of so many bytes must leave the host cache, or more if the room is in pieces
+    kept: tuple[ModelKey, ...] = ()  # models whose images must stay: neither disk nor files would bring them back
 
 
 class Unfinished(msgspec.Struct, frozen=True):
@@ -150,6 +155,7 @@ class FetchFailed(msgspec.Struct, frozen=True):
     model: ModelKey
     error: str
     held: Held
+    lost: bool = False  # the image is damaged: the engine can't be fetched again, but built again
 
 
 class Parked(msgspec.Struct, frozen=True):

@@ -83,6 +83,20 @@ def make_room(short: int, holdings: Sequence[ModelHolding], stepping: ModelKey |
     return parks + _exactly(short, _take(short, at_once))
 
 
+def let_images_go(short_bytes: int, images: Sequence[ModelHolding]) -> list[ModelKey] | None:
+    """Models without work whose images leave the host cache, for `short_bytes` bytes together; None: never enough.
+
+    `images` hold the bytes of images as `weights`. Pinned models keep their images if the others suffice."""
+    idle = sorted((image for image in images if not image.works), key=lambda image: (image.pinned, _reluctance(image)))
+    taken: list[ModelKey] = []
+    for image in idle:
+        if short_bytes <= 0:
+            break
+        taken.append(image.model)
+        short_bytes -= image.weights
+    return taken if short_bytes <= 0 else None
+
+
 def _at_once(offer: _Offer) -> _Offer:
     """Part of the offer that comes free at once. A park frees its weights at once: the weights are clean before the
     requests have left."""

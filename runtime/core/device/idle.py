@@ -99,6 +99,10 @@ class IdleThreshold:
             self._gaps.add(now - self._left_at, now)
             self._left_at = None
 
+    def gaps(self, now: float) -> list[float]:
+        """Lengths of the gaps in seconds that the threshold is learnt from."""
+        return self._gaps.recent(now)
+
     def value(self, now: float, activation_s: float, price: IdlePrice | None = None) -> float:
         """Threshold in seconds: a model idle for longer is no longer worth its pages."""
         if now < self._due_at:

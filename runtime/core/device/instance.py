@@ -52,13 +52,14 @@ from runtime.core.device.events import (
 )
 from runtime.core.device.model import MOVING, WITH_ENGINE, Model, Phase, Wish
 from runtime.core.device.pages import Pages
-from runtime.core.device.prefetch import bring_in, grow, in_turn
+from runtime.core.device.prefetch import bring_in, fitting, grow, in_turn
 from runtime.core.device.record import Turn
 from runtime.core.device.request import ModelKey, Request
 from runtime.core.device.requests import Requests
 from runtime.core.device.rooms import Rooms
 from runtime.core.device.view import ModelView
-from runtime.core.engine import AHEAD, Held
+from runtime.core.engine import AHEAD, Held, WeightSource
+from runtime.core.host_room import HostRoom
 from runtime.core.ledgers.costs import ModelCosts
 from runtime.core.ledgers.device_time import DeviceTime
 from runtime.core.ledgers.estimate import CostEstimate
@@ -85,7 +86,7 @@ class Instance:
         self.moves = 0  # how often a model changed its phase
         self.account = account  # None: the device's time is not accounted for
         self._turns, self._costs = turns, costs
-        self._rooms = Rooms()
+        self._rooms, self._host_room = Rooms(), HostRoom()
         self.requests = Requests(self._rooms, pages.total)
         self._fetching: ModelKey | None = None
         self._turn_no = 0
@@ -151,11 +152,12 @@ class Instance:
             case Unfinished(key, waits):
                 return self._unfinished(self.models[key], waits)
             case ImageOver(key):
-                return self._image_over(self.models[key])
-            case BuildFailed(key, error):
-                return self._build_failed(self.models[key], f"the model could not be loaded: {error}", now)
-            case FetchFailed(key, error, held):
-                return self._fetch_failed(self.models[key], error, held, now)
+                self._unbuilt(self.models[key])
+                return []
+            case BuildFailed():
+                return self._build_failed(self.models[event.model], event, now)
+            case FetchFailed():
+                return self._fetch_failed(self.models[event.model], event, now)
             case StepFailed(key, error):
                 self._busy = False
                 return self._break(self.models[key], f"the engine failed in a step: {error}", now)
@@ -223,18 +225,13 @@ class Instance:
         self._busy = False
         self._enter(model, Phase.STAGED)
         model.demand.weights_pages, model.sequential = built.weights_pages, built.sequential
-        model.loads.loading_s = built.took_s
+        model.loads.loading_s, model.loads.from_host = built.took_s, built.source is WeightSource.HOST
         self.pages.settle(model.key, built.held)
         least = built.weights_pages + built.kv_pages_least
         if self._leave_if_withdrawn(model) or least <= self.pages.total:
             return []
         return self._fail(
-            model,
-            f"the model needs {self.pages.mib(least)}, {built.weights_pages} of them for its weights and the others for"
-            f" one request of {model.spec.max_model_len} tokens, and the device has {self.pages.mib(self.pages.total)}:"
-            " give it more memory, or lower max_model_len",
-            now,
-            mends=False,
+            model, self.pages.too_few(built.weights_pages, least, model.spec.max_model_len), now, mends=False
         )
 
     def _unfinished(self, model: Model, waits: bool) -> list[Effect]:
@@ -242,38 +239,43 @@ class Instance:
         self._rooms.file(model)
         return []
 
-    def _image_over(self, model: Model) -> list[Effect]:
+    def _unbuilt(self, model: Model) -> bool:
+        """Note that a build is over without an engine. Returns whether the model leaves, being withdrawn."""
+        self._busy = self._busy and model.loads.image_due  # a wait for an image is no device effect
         model.loads.image_due = False
         self._enter(model, Phase.COLD)
-        self._leave_if_withdrawn(model)
-        return []
+        return self._leave_if_withdrawn(model)
 
-    def _build_failed(self, model: Model, error: str, now: float) -> list[Effect]:
-        self._busy = self._busy and model.loads.image_due  # no device effect, if the image failed
-        model.loads.image_due = False
-        self._enter(model, Phase.COLD)
-        if self._leave_if_withdrawn(model):
-            return []
-        return self._fail(model, error, now)
+    def _build_failed(self, model: Model, failed: BuildFailed, now: float) -> list[Effect]:
+        error = f"the model could not be loaded: {failed.error}"
+        if not (self._unbuilt(model) or failed.lacks_bytes):
+            return self._fail(model, error, now)
+        if model.works:
+            self._host_room.lack(model, failed.lacks_bytes, failed.kept, error, now)
+            self._rooms.wait_for_host(model, True)
+        return []
 
     def _fetched(self, model: Model, took_s: float, held: Held, now: float) -> list[Effect]:
         self.pages.settle(model.key, held)
         model.loads.fetched(took_s)
         model.failures.fetches = 0
-        model.costs.observe_load(model.demand.missing_bytes, took_s)
+        if model.loads.from_host:  # else the disk may have been slower than the link to the device
+            model.costs.observe_load(model.demand.missing_bytes, took_s)
         model.loads.load_s = model.costs.load(model.spec.weight_bytes)
         self._enter(model, Phase.CHECKING)
         if self._leave_if_withdrawn(model) or model.loads.check_due:
             return []
         return self._resident(model, now)
 
-    def _fetch_failed(self, model: Model, error: str, held: Held, now: float) -> list[Effect]:
-        self.pages.settle(model.key, held)
+    def _fetch_failed(self, model: Model, failed: FetchFailed, now: float) -> list[Effect]:
+        self.pages.settle(model.key, failed.held)
         model.failures.fetches += 1
-        self._enter(model, Phase.STAGED)
-        if self._leave_if_withdrawn(model) or model.failures.fetches < FETCH_TRIES:
+        self._enter(model, Phase.CLOSING if failed.lost else Phase.STAGED)
+        if not self._leave_if_withdrawn(model) and model.failures.fetches >= FETCH_TRIES:
+            return self._fail(model, f"the model could not be brought to the device: {failed.error}", now)
+        if not failed.lost:
             return []
-        return self._fail(model, f"the model could not be brought to the device: {error}", now)
+        return self.requests.lose([*model.queues.running, *model.queues.leaving], failed.error, now)
 
     def _checked(self, model: Model, wrong: str | None, held: Held, now: float) -> list[Effect]:
         self._busy = False
@@ -288,6 +290,8 @@ class Instance:
         model.failures.count, model.used_at = 0, now
         if model.loads.proving:
             self._rooms.put_off_proofs(now)
+        if not model.loads.from_host:
+            self._host_room.came(model.loads.loading_s, now)
         model.loads.came(now)
         if model.wish is Wish.AWAKE:
             model.wish = Wish.NONE
@@ -314,6 +318,9 @@ class Instance:
     def _closed(self, model: Model) -> list[Effect]:
         self._busy = False
         self.pages.settle(model.key, Held())
+        if model.demand.retires:  # the model whose image lacked room is built first
+            self._rooms.upkeep.pop(model.key, None)
+            model.demand.retires = False
         self._enter(model, Phase.FAILED if model.failures.error else Phase.COLD)
         self._leave_if_withdrawn(model)
         return []
@@ -357,7 +364,7 @@ class Instance:
         if model.phase is Phase.FETCHING:
             self._fetching = None
         model.phase = phase
-        model.demand.stuck = model.demand.fresh = model.demand.cramped = False
+        model.demand.moved()
         self.moves += 1
         self._rooms.file(model)
 
@@ -467,7 +474,21 @@ class Instance:
                 effects += self._move([Park(model.key)], now)
             elif model.phase is Phase.STAGED and model.wish is Wish.ASLEEP and self.pages.of(model.key).weights:
                 effects += self._move([Evict(model.key, self.pages.of(model.key).weights)], now)
-        return effects
+        return effects + self._make_host_room(now)
+
+    def _make_host_room(self, now: float) -> list[Effect]:
+        """Close the engines whose images make room for an image that lacks room, then try the build again."""
+        step = self._host_room.decide(self.models.values(), now)
+        if step is None:
+            return []
+        self._tick_at = min(self._tick_at, step.tick_at)
+        for model in step.going:
+            self._enter(model, Phase.CLOSING)
+        if step.fails:
+            return self._fail(step.model, step.error, now)
+        if step.retries:
+            self._rooms.wait_for_host(step.model, False)
+        return []
 
     # ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -491,7 +512,7 @@ class Instance:
     def _make_ready(self, model: Model, order: Sequence[ModelView], now: float) -> list[Effect]:
         """Get pages for the model's next step, and add admitted requests that fit: a join never overflows the cache."""
         held, most = self.pages.of(model.key), self.pages.total - model.demand.weights_pages
-        admitted = self._turns.admit(model, now) if model.queues.waiting else ()
+        admitted = self._turns.admit(model, now) if model.queues.waiting and not model.demand.retires else ()
         wanted = held.kv_wanted
         if admitted:
             wanted = model.kv_joined(held, model.kv.each([request.context + 1 for request in admitted]))
@@ -506,19 +527,10 @@ class Instance:
             grown = grow(model, short, order, idle, self.pages, self._room_pages, yields, now)
             effects += self._move(grown, now)
             model.demand.cramped = self.pages.of(model.key).kv < needed
-        if not admitted:
-            return effects
-        room, kv_bytes = self.pages.of(model.key).kv, 0
-        joining: list[Request] = []
-        for request in admitted:
-            kv_bytes += model.kv.bytes(request.context + 1)
-            # A request alone may join once the model has every possible page: waiting would bring no more pages.
-            if model.kv_joined(held, kv_bytes) > room and (model.queues.running or joining or room < most):
-                break
-            joining.append(request)
-        for request in joining:
+        for request in fitting(model, admitted, held, self.pages.of(model.key).kv, most):
             self.requests.join(model, request)
-        return [*effects, *map(Add, joining)]
+            effects.append(Add(request))
+        return effects
 
     # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -579,15 +591,8 @@ class Instance:
         for model in self.models.values():
             where = f"{model.key} in {model.phase.name}"
             pages = self.pages.of(model.key)
-            inside = model.queues.running or model.queues.leaving
-            assert not inside or model.phase in WITH_ENGINE, f"{where} has requests in an engine it lacks"
-            demand = model.demand
-            assert not (demand.stuck or demand.fresh) or model.phase is Phase.RESIDENT, f"{where} is stuck or fresh"
-            assert not (demand.stuck and not model.has_requests), f"{where} is stuck without requests"
-            model.queues.check(where)
+            model.check(where)
             assert model.works == (model.key in self._rooms.working), f"{where} is in the wrong room"
-            assert model.wish is not Wish.AWAKE or model.phase is not Phase.RESIDENT, f"{where} is to become it again"
-            assert model.wish is not Wish.ASLEEP or not model.has_requests, f"{where} is to sleep amid its requests"
             assert pages == Held() or model.phase in _WITH_PAGES, f"{where} holds {pages}"
         fetching = [model.key for model in self.models.values() if model.phase is Phase.FETCHING]
         assert fetching == [self._fetching] * (self._fetching is not None), f"{fetching} are fetched at once"

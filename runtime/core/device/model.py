@@ -102,12 +102,22 @@ class Model:
 
     @property
     def can_step(self) -> bool:
-        return self.phase is _RESIDENT and not self.demand.stuck and bool(self.queues.running or self.queues.waiting)
+        return self.phase is _RESIDENT and not self.demand.stuck and self.takes_turns
 
     @property
     def needy(self) -> bool:
         """Whether the model has work and cannot go on without more pages."""
-        return self.demand.stuck or (self.phase is _STAGED and self.works)
+        return self.demand.stuck or (self.phase is _STAGED and self.works and not self.retired)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a request runs, or waits to run."""
+        return bool(self.queues.running or (self.queues.waiting and not self.demand.retires))
+
+    @property
+    def retired(self) -> bool:
+        """Whether the model has retired, and no request is in its engine any more."""
+        return self.demand.retires and not (self.queues.running or self.queues.leaving)
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -219,6 +229,17 @@ class Model:
             return None
         idle_s = 0.0 if self.wish is Wish.ASLEEP else self.spec.idle_s
         return None if idle_s is None else self.used_at + idle_s
+
+    def check(self, where: str) -> None:
+        """Assert what holds of the model alone between two events. `where` names the model."""
+        inside, demand = self.queues.running or self.queues.leaving, self.demand
+        assert not inside or self.phase in WITH_ENGINE, f"{where} has requests in an engine it lacks"
+        assert not (demand.stuck or demand.fresh) or self.phase is Phase.RESIDENT, f"{where} is stuck or fresh"
+        assert not (demand.stuck and not self.has_requests), f"{where} is stuck without requests"
+        assert not demand.lacks_room or self.phase is Phase.COLD, f"{where} has an image and waits for room"
+        assert self.wish is not Wish.AWAKE or self.phase is not Phase.RESIDENT, f"{where} is to become it again"
+        assert self.wish is not Wish.ASLEEP or not self.has_requests, f"{where} is to sleep amid its requests"
+        self.queues.check(where)
 
     def fail(self, error: str, now: float, mends: bool) -> None:
         """Note that the model cannot serve because of `error`; see `ModelFailures.note` for the next try."""

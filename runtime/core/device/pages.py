@@ -55,6 +55,15 @@ class Pages:
         """Number of pages with their size, for a sentence: `12 pages (24 MiB)`."""
         return f"{pages} pages ({pages * self.page_bytes / (1 << 20):.0f} MiB)"
 
+    def too_few(self, weights: int, needed: int, tokens: int) -> str:
+        """A sentence on a model that needs more pages than the device has.
+
+        `weights` of the `needed` pages are for the weights, the others for one request of `tokens` tokens."""
+        return (
+            f"the model needs {self.mib(needed)}, {weights} of them for its weights and the others for one request of "
+            f"{tokens} tokens, and the device has {self.mib(self.total)}: give it more memory, or lower max_model_len"
+        )
+
     def check(self) -> None:
         assert self.used == sum(held.weights + held.kv for held in self._held.values()), "the sum of all is not kept"
         assert 0 <= self.used <= self.total, f"{self.used} pages are held of {self.total}"

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from runtime.core.device.events import Evict, Fetch, Grow, MemoryEffect, Shrink
 from runtime.core.device.eviction import Action, ModelHolding, make_room, spare_room
-from runtime.core.device.model import Phase
+from runtime.core.device.model import Model, Phase
 from runtime.core.device.pages import Pages
+from runtime.core.device.request import Request
 from runtime.core.device.view import ModelView
 from runtime.core.engine import Held
 
@@ -180,3 +181,21 @@ def _holding(model: ModelView, held: Held, kept: bool, room_pages: float, now: f
         ttft_s=model.queues.ttft_s,
         reload_s=model.loads.load_s,
     )
+
+
+def fitting(model: Model, admitted: Sequence[Request], held: Held, room: int, most: int) -> list[Request]:
+    """The first requests of `admitted` that find room in the model's batch.
+
+    Args:
+        held: pages as the engine told last.
+        room: KV pages that the model has now.
+        most: KV pages that the model could ever have. A request alone may join once the model has every possible page:
+            waiting would bring no more pages."""
+    joining: list[Request] = []
+    kv_bytes = 0
+    for request in admitted:
+        kv_bytes += model.kv.bytes(request.context + 1)
+        if model.kv_joined(held, kv_bytes) > room and (model.queues.running or joining or room < most):
+            break
+        joining.append(request)
+    return joining

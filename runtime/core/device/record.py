@@ -19,7 +19,13 @@ class PageDemand:
     missing_bytes: int = 0  # weights missing on the device at the last fetch
     stuck: bool = False  # the model cannot make a token without more pages
     cramped: bool = False  # the model makes tokens, but lacks pages for some running or waiting requests
+    lacks_room: bool = False  # the host cache has no room for the model's image: the build waits
+    retires: bool = False  # no request joins any more: the image leaves the host cache once the running ones have ended
     fresh: bool = False  # the model got pages for its next step and has not made the step yet
+
+    def moved(self) -> None:
+        """Note that the model has changed its phase."""
+        self.stuck = self.fresh = self.cramped = self.lacks_room = False
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +58,8 @@ class LoadRecord:
     proving: bool = False  # the model is to become resident to prove that the device can serve the model
     ever_resident: bool = False
     loading_s: float = 0.0  # duration so far of the way to RESIDENT
+    from_host: bool = True  # the last build found the image in the host cache
+    return_s: float = 0.0  # duration of the last way to RESIDENT that began at disk or files; 0: there was none
     load_ms: float = 0.0  # duration of the last completed way to RESIDENT
     fetches: int = 0
     fetch_ms: float = 0.0
@@ -75,6 +83,8 @@ class LoadRecord:
         self.came_at, self.ever_resident, self.proving = now, True, False
         if self.left_at is not None:
             self.away_us, self.left_at = self.away_us + round((now - self.left_at) * 1e6), None
+        if not self.from_host:
+            self.return_s, self.from_host = self.loading_s, True
         self.load_ms, self.loading_s = self.loading_s * 1e3, 0.0
 
 

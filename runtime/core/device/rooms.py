@@ -27,11 +27,17 @@ class Rooms:
                 self.resting[key] = model
             else:
                 self.resting.pop(key, None)
-        builds = (phase is Phase.COLD and model.works) or (phase is Phase.BUILDING and not model.loads.image_due)
+        cold = phase is Phase.COLD and model.works and not model.demand.lacks_room
+        builds = cold or (phase is Phase.BUILDING and not model.loads.image_due)
         if phase is Phase.CLOSING or phase is Phase.CHECKING or builds:
             self.upkeep[key] = model
         else:
             self.upkeep.pop(key, None)
+
+    def wait_for_host(self, model: Model, waits: bool) -> None:
+        """Note whether the build of the model waits for room in the host cache."""
+        model.demand.lacks_room = waits
+        self.file(model)
 
     def remove(self, key: ModelKey) -> None:
         for room in (self.working, self.resting, self.upkeep):

@@ -133,6 +133,14 @@ class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     residuals: dict[str, float]  # timed operation → median of |predicted / measured - 1|
 
 
+class ImageTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Memory below a device for images of models. Images without room in the host cache are on disk."""
+
+    host_cache_bytes: Count  # for each device
+    disk_bytes_per_s: Positive  # rate at which a device's images are read
+    build_s: NotNegative = 0.1  # time to make an engine around an image
+
+
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Profile of one kind of device. Times are seconds, sizes are bytes."""
 
@@ -144,6 +152,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     batched_tokens: Count  # tokens that a single step may prefill
     host_bytes_per_s: Positive  # rate at which the devices of a host together can read host memory
     block_tokens: Count = 1  # tokens in a block of KV cache; a request has whole blocks
+    tiers: ImageTiers | None = None  # None: every image is in the host cache
     law: Law | None = None
     models: dict[str, ModelCosts] = {}
     fits: dict[str, Fit] = {}  # by the names of `models`; under "law" the fit of the law

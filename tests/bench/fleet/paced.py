@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 import msgspec  # noqa: E402
 
 from runtime.core.device.request import ModelKey, Request, RequestId  # noqa: E402
-from runtime.core.engine import BadRequest, EngineError, Held, Output  # noqa: E402
+from runtime.core.engine import BadRequest, EngineError, Held, Output, WeightSource  # noqa: E402
 from runtime.core.ledgers.costs import ModelCosts, Profile, load_profile, model_size  # noqa: E402
 from runtime.sim.engine import SimulatedEngine  # noqa: E402
 from store.contract.wire import Departure, EngineSpec, KvForm  # noqa: E402
@@ -85,6 +85,7 @@ class PacedEngine:
 
     sequential = False
     kv_pages_least = 1
+    source = WeightSource.HOST
     owners = (0, 0)
 
     def __init__(self, builder: PacedBuilder, spec: EngineSpec, costs: ModelCosts) -> None:
@@ -296,6 +297,9 @@ class PacedBuilder:
 
     def pages_used(self) -> int:
         return sum(engine.pages for engine in self.engines)
+
+    def on_disk(self, spec: EngineSpec, /) -> bool:
+        return False
 
     def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
         return []

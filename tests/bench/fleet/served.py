@@ -142,6 +142,9 @@ class Watching:
     def hold(self, blocks: Sequence[int], block_bytes: int, life: int) -> None:
         """Does nothing: these benches move no request between devices."""
 
+    def on_disk(self, spec: EngineSpec, /) -> bool:
+        return False
+
     def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
         return []
 

@@ -1,8 +1,8 @@
 """How long do streams stand still while models are deployed on their device?
 
-`staccato up` with a model that makes eight streams. In each round, the longest gap between two tokens of any stream is
-taken in a quiet window, then in a window in which six new models of random weights are deployed one after another, each
-read from its files. Bound: the quiet gap, two steps and 10 ms, in the median of the rounds.
+`staccato up` with a model that makes eight streams. Each round takes the longest gap between two tokens of any stream,
+first in a quiet window, then in a window with six deployments of new models, one after another, each read from files.
+Bound: the quiet gap, two steps and 10 ms, in the median of the rounds.
 
 `python tests/bench/runtime/bench_deploy.py [--rounds 5]`
 """

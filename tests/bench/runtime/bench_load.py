@@ -1,7 +1,8 @@
 """How fast does a model come back from the host cache, and how fast does it go?
 
-Two parts: the library alone, a load of 512 MiB into unmapped addresses; and an engine of 140 million weights, from
-`fetch` to `arrived`. Each round measures in turns, on the same pages: glibc's memcpy and the library's own copy
+Three parts: the library alone, a load of 512 MiB into unmapped addresses; the same bytes from an image on disk, beside
+what the disk reads by itself (O_DIRECT, as many readers); and an engine of 140 million weights, from `fetch` to
+`arrived`. Each round measures in turns, on the same pages: glibc's memcpy and the library's own copy
 (streaming stores: the roof) into mapped and warm pages, the scale to zero, and the load, which has to map the pages
 first. For comparison with the engine, the same weights are read from files in the page cache: by safetensors, and by
 transformers, with a copy of every tensor into warm memory. The answers are ratios, round by round.
@@ -16,14 +17,20 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
+from runtime.memory.arriving import READERS, read_in  # noqa: E402
+from runtime.memory.disk import EXTENT_BYTES, DiskCache  # noqa: E402
+from runtime.memory.images import ImageKey, Images, Making  # noqa: E402
 from runtime.memory.native import CacheMemory, DevicePool, Direction, Segment  # noqa: E402
+from runtime.memory.weights import Weights  # noqa: E402
 from tests.bench.timing import (  # noqa: E402
     WAIT_S,
     awaited,
@@ -42,7 +49,7 @@ if TYPE_CHECKING:
     from runtime.engine.builder import Builder
     from runtime.engine.vllm import VllmEngine
 
-ROUNDS = 15
+ROUNDS, DISK_ROUNDS = 15, 7
 MIB = 1 << 20
 SHAPE: dict[str, Any] = dict(hidden=1024, layers=11, heads=8, kv_heads=4)  # 140 million weights, 536 MiB
 POOL_BYTES, HOST_BYTES = 640 * MIB, 2048 * MIB
@@ -92,6 +99,81 @@ def measure_library(image_bytes: int) -> dict[str, object]:
         "unmapped_after_ms": milliseconds(gone),
         "load": load(),
     }
+
+
+# ── the disk ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_disk(image_bytes: int) -> dict[str, object]:
+    """An image on disk becomes weights on the device; beside it, in each round, what the disk reads by itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        disk = DiskCache(Path(folder), 4 * image_bytes)
+        images = Images.create(2 * image_bytes + 16 * MIB)
+        device = DevicePool(image_bytes)
+        weights = Weights(device.reserve(image_bytes), image_bytes, images.cache)
+        key = ImageKey("bench", "", "", "0/1", "")
+        noise = os.urandom(MIB)
+        made = images.make(key, image_bytes)
+        assert isinstance(made, Making)
+        for at in range(0, image_bytes, MIB):
+            made.view[at : at + MIB] = noise
+        made.seal(b"").release()
+        written_s = seconds(lambda: write(disk, images, key))
+        rounds = []
+        for n in range(DISK_ROUNDS + 1):
+            images.below = None  # the copy on disk stays
+            images.discard(key)
+            alone_s = seconds(lambda: read_alone(next(Path(folder).glob("*.image")), images, image_bytes))
+            ready_s = seconds(lambda: come_from_disk(weights, images, disk, key))
+            assert weights.reservation.view(image_bytes - MIB, MIB) == noise
+            weights.leave()
+            weights.evict(weights.pages, None)
+            device.settle(WAIT_S)
+            copy_s = seconds(lambda: come_from_host(weights))
+            weights.close()
+            device.settle(WAIT_S)
+            if n > 0:
+                rounds.append((alone_s, ready_s, copy_s, max(alone_s, copy_s)))
+        disk.close()
+        images.close()
+    alone, ready, copies, slower = (list(column) for column in zip(*rounds, strict=True))
+    return {
+        "of": "disk",
+        "image_mib": image_bytes // MIB,
+        "disk_gb_s": gb_s(image_bytes, alone),
+        "ready_gb_s": gb_s(image_bytes, ready),
+        "host_copy_gb_s": gb_s(image_bytes, copies),
+        "ready_of_disk": ratios(alone, ready),
+        "ready_of_slower": ratios(slower, ready),
+        "write_gb_s": round(image_bytes / written_s / 1e9, 2),
+        "load": load(),
+    }
+
+
+def write(disk: DiskCache, images: Images, key: ImageKey) -> None:
+    disk.keep(images, key, built_s=1.0)
+    while disk.writing:
+        time.sleep(1e-3)
+
+
+def read_alone(path: Path, images: Images, size: int) -> None:
+    """Read a file past the kernel's cache into memory of the host cache, as many requests at a time as the product."""
+    with images.make(ImageKey("alone", "", "", "0/1", ""), size) as room, ThreadPoolExecutor(READERS) as readers:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        view = images.cache.view(room.offset, size)
+        list(readers.map(lambda at: os.preadv(fd, [view[at : at + EXTENT_BYTES]], at), range(0, size, EXTENT_BYTES)))
+        os.close(fd)
+
+
+def come_from_disk(weights: Weights, images: Images, disk: DiskCache, key: ImageKey) -> None:
+    weights.image = read_in(images, disk, key)
+    come_from_host(weights)
+
+
+def come_from_host(weights: Weights) -> None:
+    weights.fetch()
+    while not weights.arrived():
+        weights.wait(1e-3)
 
 
 # ── an engine ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -197,5 +279,6 @@ def copied_s(load_weights: Callable[[], Mapping[str, torch.Tensor]]) -> float:
 if __name__ == "__main__":
     one_thread()
     print(json.dumps(measure_library(int(sys.argv[1] if len(sys.argv) > 1 else 512) * MIB)), flush=True)
+    print(json.dumps(measure_disk(int(sys.argv[1] if len(sys.argv) > 1 else 512) * MIB)), flush=True)
     print(json.dumps(measure_engine()), flush=True)
     os._exit(0)  # vLLM's exit handlers would tear down a process that is ending anyway

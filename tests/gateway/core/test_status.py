@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.core.status import _progress, loadable, phase
+from gateway.core.status import _progress, _tier, loadable, phase
 from store.contract.deployments import Progress
 from store.contract.wire import ModelState, Residency
 
 COLD, LOADING, RESIDENT, FAILED, LEAVING, STAGED = (ModelState(residency=residency) for residency in Residency)
+ON_DISK = ModelState(residency=Residency.COLD, load_ms=10.0, on_disk=True)
 SLEPT = ModelState(residency=Residency.COLD, load_ms=10.0)
 BETWEEN_TURNS = ModelState(residency=Residency.STAGED, load_ms=10.0, running=2)
 PARKED = ModelState(residency=Residency.STAGED, load_ms=10.0)
@@ -38,6 +39,13 @@ def test_the_phase_is_that_of_the_runtime_that_is_furthest(
     states: list[ModelState], desired: str, expected: str
 ) -> None:
     assert phase(desired, {f"r{n}": state for n, state in enumerate(states)}) == expected
+
+
+def test_the_tier_is_the_furthest_and_an_image_on_disk_is_more_than_files() -> None:
+    def tier(*states: ModelState) -> str:
+        return _tier({str(number): state for number, state in enumerate(states)})
+
+    assert [tier(), tier(COLD), tier(COLD, ON_DISK), tier(ON_DISK, STAGED)] == ["none", "cold", "disk", "staged"]
 
 
 def test_a_revision_is_loadable_once_some_runtime_has_loaded_it() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from runtime import ipc
 from runtime.core.device.request import RequestId
-from runtime.core.engine import BadRequest, EngineError, Held, Hold, Output, Told
+from runtime.core.engine import BadRequest, EngineError, Held, Hold, Output, Told, WeightSource
 from runtime.core.turns.turn import RoundRobin
 from runtime.device.loop import Device
 from store.contract.views import Content, PageRun, Use
@@ -35,6 +35,7 @@ class Scripted:
 
     weights_pages = WEIGHTS_PAGES
     kv_pages_least = 1
+    source = WeightSource.HOST
     owners = (1, 2)
     sequential = False
     kv_form = KvForm(1, PAGE_BYTES, "scripted")
@@ -142,6 +143,9 @@ class Builder:
 
     def pages_used(self) -> int:
         return sum(engine.weights + engine.kv for engine in self.engines.values())
+
+    def on_disk(self, spec: EngineSpec, /) -> bool:
+        return False
 
     def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
         (engine,) = self.engines.values()

@@ -21,7 +21,6 @@ from runtime.memory.images import (
     RUNS_MOST,
     HostCacheFull,
     HostCacheMismatch,
-    HostCacheStuck,
     Image,
     ImageBusy,
     ImageKey,
@@ -31,6 +30,7 @@ from runtime.memory.images import (
     _read_index,
     _write_index,
 )
+from runtime.memory.locks import HostCacheStuck
 from runtime.memory.native import CacheMemory, Code, PoolError
 from tests.conftest import ROOT
 
@@ -464,7 +464,7 @@ def test_a_cache_without_room_for_anything_is_refused() -> None:
 def test_a_runtime_that_stops_in_the_middle_of_a_change_is_not_waited_for_without_end(
     images: Images, other: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.memory.images.LOCK_S", 0.0)
+    monkeypatch.setattr("runtime.memory.locks.LOCK_S", 0.0)
     with other._change(), pytest.raises(HostCacheStuck, match="let it go on or end it"):
         images.stats()
     assert images.stats().images == 0
