@@ -77,6 +77,8 @@ def ours(model: Path, folder: Path, environment: dict[str, str]) -> Iterator[Sid
     settings = {"STACCATO_THREADS": "1", "STACCATO_DEVICE_MEMORY": str(8 * KV_BYTES), **environment}
     folder.mkdir()
     platform = Platform(folder / "data", free_port(), settings)
+    if "SAMPLES" in environment:
+        platform.limited = ("env",)  # a forked process has no timer of the sampler: no process is forked
     try:
         platform.start()
         key = platform.tenant("acme")
@@ -199,7 +201,8 @@ def main() -> None:
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             model = write_random(folder / "model", "llama", **shape)
-            sampler = {"SAMPLES": str(folder), "PYTHONPATH": str(Path(__file__).with_name("sampler"))}
+            paths = f"{Path(__file__).with_name('sampler')}{os.pathsep}{ROOT}"
+            sampler = {"SAMPLES": str(folder), "PYTHONPATH": paths, "STACCATO_FORK_SERVER": "false"}
             client = stack.enter_context(contextlib.closing(Client()))
             sides = {FAST: stack.enter_context(ours(model, folder / FAST, sampler if profiling else {}))}
             if "--handlers" in sys.argv:
