@@ -78,6 +78,9 @@ class Settings(BaseSettings):
     device_memory: ByteSize = Field(ByteSize(512 << 20), ge=4 << 20)  # pool of pages of each runtime
     # Host memory for images of models and parked requests, shared by all runtimes:
     host_cache: ByteSize = Field(ByteSize(_memory() // 2), ge=16 << 20)
+    # With GPUs, the most bytes of the host cache that all runtimes together register with their drivers; 0: no limit.
+    cache_pinned: ByteSize = ByteSize(0)
+    gpus: _Words = ()  # a runtime for each of these GPUs, by number or UUID; empty: for each GPU of the host
     policy: str = "slack"
     fork_server: bool = True  # fork the gateway and the device processes from a process that has imported vLLM
     fork_server_fd: int = -1  # inherited socket for orders to a fork server that runs already

@@ -71,6 +71,7 @@ class RuntimeSettings(BaseSettings):
     host_cache: ByteSize = ByteSize(_memory() // 2)  # bound on images of models and parked requests in host memory
     # With a GPU, the most bytes of the host cache that are registered with its driver (pinned) at a time; 0: no limit.
     cache_pinned: ByteSize = ByteSize(0)
+    numa_node: int = -1  # node of the host whose processors and memory are next to the GPU; -1: any
     host_cache_fd: int = -1  # host cache file shared by the runtimes of a node; -1: the runtime has a private cache
     fork_server: bool = True  # fork the device process from a process that has imported vLLM
     fork_server_fd: int = -1  # inherited socket for orders to a fork server; -1: the runtime starts a server of its own

@@ -35,9 +35,15 @@ class Began(msgspec.Struct, frozen=True):
     tensor_parallel: int = 1  # devices over which each model is split: see runtime/group/group.py
     load_helpers: tuple[int, ...] = ()  # further devices that help to load
     pinned_bytes: int = 0  # most bytes of the host cache registered with a GPU's driver at a time; 0: no limit
+    numa_node: int = -1  # node of the host next to the GPU; -1: any
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]
+
+    @property
+    def memory(self) -> tuple[int, int, int, tuple[int, ...], int, int]:
+        """Arguments of the builder, runtime/engine/builder.py."""
+        return self.pool_bytes, self.host_bytes, self.host_fd, self.load_helpers, self.pinned_bytes, self.numa_node
 
     @staticmethod
     def of(argument: str) -> Began:

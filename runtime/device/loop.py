@@ -570,7 +570,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if others:
         others.meet()
-    builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd, began.load_helpers, began.pinned_bytes)
+    builder = Builder(*began.memory)
     prepare(builder)
     build = GroupBuild(builder, others) if others else builder
     journal = None

@@ -41,7 +41,7 @@ from runtime.engine.golden import Golden
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.vllm import VllmEngine, chain, clean_up_after, first_line
 from runtime.engine.worker import Building, building
-from runtime.memory import outside
+from runtime.memory import numa, outside
 from runtime.memory.images import Image, ImageKey, Images, Making
 from runtime.memory.lent import write_out
 from runtime.memory.native import MIXED, Backend, DevicePool, PageState
@@ -103,7 +103,8 @@ class Builder:
         host_bytes: size of the host cache, the most that images and parked requests may take.
         host_fd: file descriptor of another process's host cache, to share images; -1 to make a new host cache.
         helpers: other GPUs, by ordinal, that help to load.
-        pinned_bytes: most bytes of the host cache that are registered with a GPU's driver at a time; 0: no limit."""
+        pinned_bytes: most bytes of the host cache that are registered with a GPU's driver at a time; 0: no limit.
+        numa_node: node of the host next to the GPU, for the threads that copy; -1: any."""
 
     def __init__(
         self,
@@ -112,7 +113,9 @@ class Builder:
         host_fd: int = -1,
         helpers: Collection[int] = (),
         pinned_bytes: int = 0,
+        numa_node: int = -1,
     ) -> None:
+        numa.bind(numa_node)
         self.version = check_version()
         backend = Backend.HOST if current_platform.is_cpu() else Backend.CUDA
         self.device = DevicePool(pool_bytes, backend=backend, helpers=helpers, pinned_most=pinned_bytes)

@@ -67,6 +67,7 @@ class DeviceChild:
             tensor_parallel=settings.tensor_parallel,
             load_helpers=settings.load_helpers,
             pinned_bytes=int(settings.cache_pinned),
+            numa_node=settings.numa_node,
         )
         fds = [fd, self._host_cache, self._stepping_fd]
         if self._forks is not None:
