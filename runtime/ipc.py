@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from store.contract import views, wire
+from store.contract.device_bytes import DeviceBytes
 
 _LENGTH = struct.Struct("<I")
 MESSAGE_MOST = 256 << 20  # bytes
@@ -35,15 +36,17 @@ class Began(msgspec.Struct, frozen=True):
     tensor_parallel: int = 1  # devices over which each model is split: see runtime/group/group.py
     load_helpers: tuple[int, ...] = ()  # further devices that help to load
     pinned_bytes: int = 0  # most bytes of the host cache registered with a GPU's driver at a time; 0: no limit
+    pool_percent: int = 0  # of the device's memory for the pool, in place of `pool_bytes`; 0: `pool_bytes` says it
     numa_node: int = -1  # node of the host next to the GPU; -1: any
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]
 
     @property
-    def memory(self) -> tuple[int, int, int, tuple[int, ...], int, int]:
+    def memory(self) -> tuple[int, int, int, tuple[int, ...], int, int, int]:
         """Arguments of the builder, runtime/engine/builder.py."""
-        return self.pool_bytes, self.host_bytes, self.host_fd, self.load_helpers, self.pinned_bytes, self.numa_node
+        of_host = self.host_bytes, self.host_fd, self.load_helpers, self.pinned_bytes
+        return self.pool_bytes, *of_host, self.numa_node, self.pool_percent
 
     @staticmethod
     def of(argument: str) -> Began:
@@ -164,6 +167,7 @@ class State(msgspec.Struct, frozen=True, tag="State"):
     page_bytes: int = 0
     pages_total: int = 0
     pages_used: int = 0
+    device_bytes: DeviceBytes = DeviceBytes()
     block_tokens: int = 0  # tokens of a block of attention; 0: not known
     attainment: dict[str, wire.Attained] = {}  # by label
     accounts: wire.Accounts = wire.Accounts()

@@ -89,7 +89,13 @@ def main() -> None:
     from runtime.engine.selfcheck import prepare
 
     ranks.join(began.rank, first.tensor_parallel, began.folder)
-    build = Builder(first.pool_bytes, first.host_bytes, first.host_fd, pinned_bytes=first.pinned_bytes)
+    build = Builder(
+        first.pool_bytes,
+        first.host_bytes,
+        first.host_fd,
+        pinned_bytes=first.pinned_bytes,
+        pool_percent=first.pool_percent,
+    )
     prepare(build)
     Follower(build, Connection(began.calls_fd)).run()
     os._exit(0)

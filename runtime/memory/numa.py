@@ -1,4 +1,4 @@
-"""Processors of the host beside a GPU: memory written from there lies there, and crosses one link to the GPU."""
+"""Processors of the host beside a GPU: memory that these processors write first is near the GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NODES = Path("/sys/devices/system/node")
 
 
 def processors(node: int, nodes: Path = NODES) -> set[int]:
-    """Numbers of the node's processors; empty if the kernel knows no such node."""
+    """Numbers of the node's processors; empty if the kernel does not know the node."""
     try:
         written = (nodes / f"node{node}" / "cpulist").read_text().strip()
     except OSError:
@@ -22,7 +22,7 @@ def processors(node: int, nodes: Path = NODES) -> set[int]:
 
 
 def bind(node: int, nodes: Path = NODES) -> set[int]:
-    """Let this thread, and threads begun from now on, run on the node's processors alone, as far as allowed.
+    """Let the calling thread, and threads begun later, run on the node's processors alone, as far as allowed.
 
     Returns the processors; empty, and nothing is changed, for a node below 0 or without allowed processors."""
     allowed = os.sched_getaffinity(0) & processors(node, nodes) if node >= 0 else set()

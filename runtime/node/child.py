@@ -58,7 +58,8 @@ class DeviceChild:
         began = ipc.Began(
             pipe_fd=fd,
             policy=settings.policy,
-            pool_bytes=int(settings.device_memory),
+            pool_bytes=settings.pool[0],
+            pool_percent=settings.pool[1],
             host_bytes=int(settings.host_cache),
             host_fd=self._host_cache,
             stepping_fd=self._stepping_fd,
