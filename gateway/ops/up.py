@@ -341,7 +341,7 @@ def start_roles(
     told = environment(settings, LEDGER_SETTINGS) | credentials(settings, grants.LEDGER)
     tree.start(Child("ledger", module_command("store.db.ledger"), told, stop_s=15))
     cache, names = host_cache(settings), runtime_ids(settings)
-    of_name = functools.partial(runtime, settings, cache, forks, devices)
+    of_name = functools.partial(runtime, settings, cache, forks, devices=devices)
     runtimes = tree.start(*map(of_name, names[: settings.runtimes]))
     if len(names) > 1:
         told = environment(settings, SCHEDULER_SETTINGS) | credentials(settings, grants.SCHEDULER)
@@ -366,7 +366,7 @@ def host_cache(settings: Settings) -> int:
     return cache
 
 
-def runtime(settings: Settings, cache: int, forks: int, devices: Sequence[gpus.Gpu], name: str) -> Child:
+def runtime(settings: Settings, cache: int, forks: int, name: str, devices: Sequence[gpus.Gpu] = ()) -> Child:
     own = {PREFIX + "RUNTIME_ID": name, PREFIX + "HOST_CACHE_FD": str(cache)}
     own[PREFIX + "CACHE_PINNED"] = str(settings.cache_pinned // max(1, settings.runtimes_most))
     if devices:

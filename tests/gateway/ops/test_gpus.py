@@ -38,7 +38,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def environments(tmp_path: Path, **given: object) -> list[dict[str, str]]:
     settings, devices = gpus.with_gpus(load(data=tmp_path, **given))
     names = up.runtime_ids(settings)[: settings.runtimes]
-    return [dict(up.runtime(settings, 0, -1, devices, name).environment) for name in names]
+    return [dict(up.runtime(settings, 0, -1, name, devices).environment) for name in names]
 
 
 def test_each_gpu_has_a_runtime_that_sees_no_other(host: Path, tmp_path: Path) -> None:
