@@ -65,6 +65,10 @@ int stc_device_stats(stc_device* device, stc_stats* out) {
     return guarded(device, [&] { *out = device->stats(); });
 }
 
+int stc_device_memory(stc_device* device, uint64_t* free_bytes, uint64_t* total_bytes) {
+    return guarded(device, [&] { device->backend->memory(*free_bytes, *total_bytes); });
+}
+
 int stc_device_pages(stc_device* device, stc_page* out, uint64_t count) {
     return guarded(device, [&] {
         std::lock_guard<std::mutex> lock(device->mu);

@@ -54,6 +54,7 @@ struct Backend {
     virtual void hold_lane(Lane, Event&) = 0;
     virtual void pin(void* base, uint64_t bytes) = 0;  // registers memory of the host
     virtual void unpin(void* base) = 0;
+    virtual void memory(uint64_t& free_bytes, uint64_t& total_bytes) = 0;  // of the whole device
     virtual int export_page(uint32_t page, uint64_t& fd_offset) = 0;
 };
 

@@ -254,6 +254,7 @@ class Cuda : public Backend {
     void hold_lane(Lane lane, Event& event) override { event.hold_stream(streams_[lane]); }
     void pin(void* base, uint64_t bytes) override;
     void unpin(void* base) override;
+    void memory(uint64_t& free_bytes, uint64_t& total_bytes) override;
     int export_page(uint32_t page, uint64_t& fd_offset) override;
 
   private:
@@ -436,6 +437,14 @@ void Cuda::pin(void* base, uint64_t bytes) {
 void Cuda::unpin(void* base) {
     Current current(context_);
     check(driver().host_unregister(base), "cuMemHostUnregister");
+}
+
+void Cuda::memory(uint64_t& free_bytes, uint64_t& total_bytes) {
+    Current current(context_);
+    size_t free = 0, total = 0;
+    check(driver().memory_info(&free, &total), "cuMemGetInfo");
+    free_bytes = free;
+    total_bytes = total;
 }
 
 int Cuda::export_page(uint32_t page, uint64_t& fd_offset) {

@@ -76,6 +76,11 @@ class Host : public Backend {
     void hold_lane(Lane, Event& event) override { event.wait(); }
     void pin(void*, uint64_t) override {}
     void unpin(void*) override {}
+    void memory(uint64_t& free_bytes, uint64_t& total_bytes) override {
+        const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+        free_bytes = static_cast<uint64_t>(sysconf(_SC_AVPHYS_PAGES)) * page;
+        total_bytes = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * page;
+    }
     int export_page(uint32_t page, uint64_t& fd_offset) override;
 
   private:

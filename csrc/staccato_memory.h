@@ -80,6 +80,8 @@ STC_EXPORT const char *stc_last_error(void);
 STC_EXPORT int stc_device_open(const stc_config *, stc_device **out);
 STC_EXPORT int stc_device_close(stc_device *); /* STC_STATE while reservations or pinned ranges live */
 STC_EXPORT int stc_device_stats(stc_device *, stc_stats *out);
+/* Bytes of the whole device that are free, and all bytes, as the driver or the kernel counts, pools of others included. */
+STC_EXPORT int stc_device_memory(stc_device *, uint64_t *free_bytes, uint64_t *total_bytes);
 STC_EXPORT int stc_device_pages(stc_device *, stc_page *out, uint64_t count); /* the page map, from page 0 on */
 STC_EXPORT int stc_device_settle(stc_device *, double timeout_s);             /* waits until no page is in limbo */
 

@@ -21,7 +21,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from gateway.core.extent import ExtentLimits
 from runtime.core.turns.registry import POLICIES
 from store.contract.elapsed import KEPT_DAYS
-from store.settings import PREFIX, SettingsError, read
+from store.settings import PREFIX, MemoryShare, SettingsError, read, size_or_share
 
 
 def _memory() -> int:
@@ -82,12 +82,18 @@ class Settings(BaseSettings):
     # Most runtimes: above `runtimes`, `staccato up` starts and ends runtimes as the load needs.
     runtimes_most: int = Field(default_factory=lambda values: values["runtimes"], ge=0, le=64)
     prefill: int = Field(0, ge=0)  # runtimes that compute prompts and hand requests on to the decode runtimes
-    device_memory: ByteSize = Field(ByteSize(512 << 20), ge=4 << 20)  # pool of pages of each runtime
+    # Pool of pages of each runtime: a size, or a part of the device's memory as 90%.
+    device_memory: Annotated[Annotated[ByteSize, Field(ge=4 << 20)] | MemoryShare, BeforeValidator(size_or_share)] = (
+        ByteSize(512 << 20)
+    )
     # Host memory for images of models and parked requests, shared by all runtimes:
     host_cache: ByteSize = Field(ByteSize(_memory() // 2), ge=16 << 20)
     # Disk memory for images of models, shared by all runtimes; 0: none. Images outlive the platform.
     disk_cache: ByteSize = Field(default_factory=lambda values: ByteSize(_disk(values["data"]) // 4), ge=0)
     disk_folder: Path = Field(default_factory=lambda values: values["data"] / "images")
+    # With GPUs, the most bytes of the host cache that all runtimes together register with their drivers; 0: no limit.
+    cache_pinned: ByteSize = ByteSize(0)
+    gpus: _Words = ()  # a runtime for each of these GPUs, by number or UUID; empty: for each GPU of the host
     policy: str = "slack"
     fork_server: bool = True  # fork the gateway and the device processes from a process that has imported vLLM
     fork_server_fd: int = -1  # inherited socket for orders to a fork server that runs already

@@ -15,6 +15,7 @@ from runtime.core.turns.registry import POLICIES
 from runtime.migration import nixl, tls
 from runtime.migration.transport import is_loopback
 from store.contract.wire import Role
+from store.settings import MemoryShare, size_or_share
 
 
 def _threads() -> int:
@@ -64,13 +65,15 @@ class RuntimeSettings(BaseSettings):
     runtime_id: str = "r1"
     policy: str = "slack"
     role: Role = Role.BOTH  # until the runtime is told a new role
-    device_memory: ByteSize = ByteSize(512 << 20)  # device pool for weights and KV cache, of each device
+    # Device pool for weights and KV cache, of each device: a size, or a part of the device's memory as 90%.
+    device_memory: Annotated[ByteSize | MemoryShare, BeforeValidator(size_or_share)] = ByteSize(512 << 20)
     tensor_parallel: Annotated[int, Field(ge=1)] = 1  # devices of this runtime, over which each model is split
     # Further GPUs visible to the process, "1,2": weights come over the links of these GPUs to the host as well.
     load_helpers: Annotated[tuple[_Helper, ...], NoDecode, BeforeValidator(_numbers)] = ()
     host_cache: ByteSize = ByteSize(_memory() // 2)  # bound on images of models and parked requests in host memory
     # With a GPU, the most bytes of the host cache that are registered with its driver (pinned) at a time; 0: no limit.
     cache_pinned: ByteSize = ByteSize(0)
+    numa_node: int = -1  # node of the host whose processors and memory are next to the GPU; -1: any
     host_cache_fd: int = -1  # host cache file shared by the runtimes of a node; -1: the runtime has a private cache
     disk_cache: ByteSize = ByteSize(0)  # bound on images of models on disk; 0: images are not kept on disk
     disk_folder: Path | None = None  # folder of images on disk, perhaps shared with other nodes
@@ -96,6 +99,12 @@ class RuntimeSettings(BaseSettings):
     transport_tls_key: Path | None = None
     transport_tls_ca: Path | None = None
     transport_plaintext: bool = False  # blocks of requests cross hosts without TLS: for a private network of the hosts
+
+    @property
+    def pool(self) -> tuple[int, int]:
+        """Bytes of each device's pool and 0; or 0 and the percent of the device's memory."""
+        memory = self.device_memory
+        return (0, memory.percent) if isinstance(memory, MemoryShare) else (int(memory), 0)
 
     @property
     def law(self) -> dict[str, float]:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from store.contract import views, wire
+from store.contract.device_bytes import DeviceBytes
 
 _LENGTH = struct.Struct("<I")
 MESSAGE_MOST = 256 << 20  # bytes
@@ -38,9 +39,17 @@ class Began(msgspec.Struct, frozen=True):
     pinned_bytes: int = 0  # most bytes of the host cache registered with a GPU's driver at a time; 0: no limit
     disk_folder: str = ""  # images on disk; empty: there are none
     disk_bytes: int = 0  # bound on the images on disk
+    pool_percent: int = 0  # of the device's memory for the pool, in place of `pool_bytes`; 0: `pool_bytes` says it
+    numa_node: int = -1  # node of the host next to the GPU; -1: any
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]
+
+    @property
+    def memory(self) -> tuple[int, int, int, tuple[int, ...], int, int, int, tuple[str, int]]:
+        """Arguments of the builder, runtime/engine/builder.py."""
+        of_host = self.host_bytes, self.host_fd, self.load_helpers, self.pinned_bytes
+        return self.pool_bytes, *of_host, self.numa_node, self.pool_percent, (self.disk_folder, self.disk_bytes)
 
     @staticmethod
     def of(argument: str) -> Began:
@@ -182,6 +191,7 @@ class State(msgspec.Struct, frozen=True, tag="State"):
     page_bytes: int = 0
     pages_total: int = 0
     pages_used: int = 0
+    device_bytes: DeviceBytes = DeviceBytes()
     block_tokens: int = 0  # tokens of a block of attention; 0: not known
     attainment: dict[str, wire.Attained] = {}  # by label
     accounts: wire.Accounts = wire.Accounts()

@@ -412,7 +412,8 @@ def profile(name: str, folders: Sequence[Path], settings: RuntimeSettings, say: 
     from runtime.engine import probe
     from runtime.engine.builder import Builder
 
-    build = Builder(settings.device_memory, settings.host_cache, helpers=settings.load_helpers)
+    size, percent = settings.pool
+    build = Builder(size, settings.host_cache, helpers=settings.load_helpers, pool_percent=percent)
     pool_bytes = build.pages_total * build.page_bytes
     with tempfile.TemporaryDirectory(prefix="staccato-profile-") as scratch:
         specs = [*map(spec_of, folders), *random_models(Path(scratch), pool_bytes)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -11,6 +12,29 @@ from pydantic_settings import BaseSettings
 
 PREFIX = "STACCATO_"
 SECRETS = PREFIX + "SECRETS"
+
+PERCENT_MOST = 95  # contexts and workspaces need the rest of a device's memory
+
+
+@dataclass(frozen=True)
+class MemoryShare:
+    """Part of a device's memory, written as 90%."""
+
+    percent: int
+
+    def __str__(self) -> str:
+        return f"{self.percent}%"
+
+
+def size_or_share(value: object) -> object:
+    """Read percent as a `MemoryShare`, and leave other values to pydantic. Raises ValueError."""
+    if not (isinstance(value, str) and value.strip().endswith("%")):
+        return value
+    number = value.strip().removesuffix("%")
+    if not number.isdigit() or not 0 < int(number) <= PERCENT_MOST:
+        raise ValueError(f"write a part as 1% to {PERCENT_MOST}%, or a size as 8GB")
+    return MemoryShare(int(number))
+
 
 Kind = TypeVar("Kind", bound=BaseSettings)
 

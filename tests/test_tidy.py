@@ -93,7 +93,6 @@ HOMES = {
     "vllm": r"runtime/engine/\w+\.py|gateway/vllm/\w+\.py",
     "torch": r"runtime/engine/\w+\.py|gateway/vllm/\w+\.py",
     "xgrammar": r"runtime/engine/\w+\.py",
-    "cupy": r"runtime/memory/kernels\.py",
     "greenlet": r"runtime/slices\.py",
     "opentelemetry": r"store/telemetry/tracing\.py",
     "fastapi": r"gateway/vllm/\w+\.py",

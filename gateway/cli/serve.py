@@ -44,6 +44,10 @@ def up(
             + _default("device_memory", "512MiB")
         ),
     ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="GPUs by number or UUID, a runtime for each, as 0,1; without the option, all of the host"),
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(help=f"Rule that says which model has the device next, {_default('policy', 'slack')}"),
@@ -65,6 +69,7 @@ def up(
         **bounds(runtimes),
         prefill=prefill,
         device_memory=device_memory,
+        gpus=gpus,
         policy=policy,
     )
 

@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from gateway.core.status import tier
 from gateway.inference.meter import Meter
 from gateway.streams.runtimes import RuntimesView
+from store.contract.device_bytes import DeviceBytes
 from store.contract.series import CODES, DEPLOYMENTS_MOST, METRICS, MODELS_MOST, OTHER, WAIT_S, WAYS
 from store.contract.wire import Attained, Lease, Residency, Spread
 from store.db import deployments, usage
@@ -221,10 +222,16 @@ _OF_RUNTIMES: dict[str, Callable[[Lease], float]] = {
     "staccato_device_pages": lambda lease: lease.pages_total,
     "staccato_device_pages_used": lambda lease: lease.pages_used,
     "staccato_device_page_bytes": lambda lease: lease.page_bytes,
+    "staccato_device_outside_bytes": lambda lease: _device_bytes(lease).outside,
+    "staccato_cache_pinned_bytes": lambda lease: _device_bytes(lease).cache_pinned,
     "staccato_switches": lambda lease: lease.switches,
     "staccato_moves": lambda lease: lease.moved,
     "staccato_runtime_false_losses": lambda lease: lease.false_losses,
 }
+
+
+def _device_bytes(lease: Lease) -> DeviceBytes:
+    return lease.device_bytes if isinstance(lease.device_bytes, DeviceBytes) else DeviceBytes()
 
 
 def _single(name: str, value: float) -> Numbers:

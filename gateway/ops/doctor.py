@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from gateway.config import Settings, redacted
 from gateway.http.reserve import free_bytes
-from gateway.ops import troubles
+from gateway.ops import gpus, troubles
 from gateway.ops.up import nats_binary, port_refusal
 from gateway.ops.variables import unknown
 
@@ -54,6 +54,7 @@ def examine(settings: Settings) -> list[Finding]:
         torchvision(),
         unwanted(),
         variables(os.environ),
+        devices(settings),
         data(settings),
         admin_key(settings),
         port(settings),
@@ -147,6 +148,19 @@ def data(settings: Settings) -> Finding:
         return Finding("data", False, f"{found}, {place} is not writable", fix)
     fix = f"free some space: {settings.disk_reserve >> 20} MiB are needed to start, and to take new requests"
     return Finding("data", free >= settings.disk_reserve, found, fix)
+
+
+def devices(settings: Settings) -> Finding:
+    """Check the GPUs that `staccato up` would give to runtimes, and show the node of the host beside each."""
+    there = gpus.found()
+    try:
+        _, taken = gpus.with_gpus(settings)
+    except gpus.NoSuchGpu as error:
+        sentence, _, fix = str(error).rpartition(": ")
+        return Finding("gpus", False, sentence or str(error), fix)
+    if there and not gpus.engine_for_gpus():
+        return Finding("gpus", True, f"{len(there)} of this host are not used: vLLM's build for CPUs is installed")
+    return Finding("gpus", True, "; ".join(gpu.shown for gpu in taken) or "none: devices are processors")
 
 
 def admin_key(settings: Settings) -> Finding:

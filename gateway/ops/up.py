@@ -19,12 +19,12 @@ import socket
 import sys
 import sysconfig
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 from gateway.config import Settings, admin_key, pepper
 from gateway.http.reserve import free_bytes
-from gateway.ops import bus_users, fleet_keeper
+from gateway.ops import bus_users, fleet_keeper, gpus
 from gateway.ops.asking import get
 from gateway.ops.bus_store import BusStore
 from gateway.ops.fleet_keeper import FleetKeeper
@@ -65,14 +65,17 @@ def run(settings: Settings, say: Say, ready: Say, verbose: bool = False) -> int:
     `ready` is called once with the URL, `say` with each event. A failure of either is
     ignored, and the sentence is lost.
     """
-    settings.check_runtimes()
     observe.no_core_files()
     before = os.umask(0o077)  # files of this process and its children are readable only for their user
     say, ready = unfailing(say), unfailing(ready)
     try:
+        settings, devices = gpus.with_gpus(settings)
+        settings.check_runtimes()
         with locked(settings.data):
             prepare(settings)
-            return asyncio.run(serve(settings, say, ready, verbose))
+            return asyncio.run(serve(settings, say, ready, verbose, devices))
+    except gpus.NoSuchGpu as error:
+        raise UpError(str(error)) from error
     except GaveUp as error:
         raise UpError(str(error)) from error
     except OSError as error:
@@ -175,10 +178,11 @@ def migrate(settings: Settings) -> None:
 # ── the tree ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def serve(settings: Settings, say: Say, ready: Say, verbose: bool) -> int:
+async def serve(settings: Settings, say: Say, ready: Say, verbose: bool, devices: Sequence[gpus.Gpu] = ()) -> int:
     """Start the children, wait for a signal, stop the children.
 
-    A second signal kills the children; the exit code is then 130, else 0.
+    `devices` are the GPUs of the runtimes, in the order of the runtimes; empty: the runtimes have no GPUs. A second
+    signal kills the children; the exit code is then 130, else 0.
     """
     started_s = time.monotonic()
     troubles = Troubles(settings.data, say)
@@ -200,7 +204,9 @@ async def serve(settings: Settings, say: Say, ready: Say, verbose: bool) -> int:
             if settings.nats_url is None:
                 own = {"nats_url": await start_nats(tree, settings), "nats_credentials": users_folder(settings)}
                 settings = settings.model_copy(update=own)
-            keeper = start_roles(tree, settings, say, orders.fileno() if orders else -1)
+            for name, gpu in zip(runtime_ids(settings), devices, strict=False):
+                say(f"{name} has GPU {gpu.shown}")
+            keeper = start_roles(tree, settings, say, orders.fileno() if orders else -1, devices)
             attending = asyncio.create_task(attend(settings, keeper, started_s, say, ready))
             try:
                 await tree.watch(stop)
@@ -326,14 +332,17 @@ def credentials(settings: Settings, user: User) -> dict[str, str]:
     return {PREFIX + "NATS_CREDENTIALS": str(bus_users.seed_file(given, user) if given.is_dir() else given)}
 
 
-def start_roles(tree: Tree, settings: Settings, say: Say, forks: int = -1) -> FleetKeeper | None:
+def start_roles(
+    tree: Tree, settings: Settings, say: Say, forks: int = -1, devices: Sequence[gpus.Gpu] = ()
+) -> FleetKeeper | None:
     """Start every role, and return the keeper of the number of runtimes; None: the number stays as it is.
 
     `forks` is the socket for orders to the fork server; -1: there is no fork server."""
     told = environment(settings, LEDGER_SETTINGS) | credentials(settings, grants.LEDGER)
     tree.start(Child("ledger", module_command("store.db.ledger"), told, stop_s=15))
     cache, names = host_cache(settings), runtime_ids(settings)
-    runtimes = tree.start(*(runtime(settings, cache, forks, name) for name in names[: settings.runtimes]))
+    of_name = functools.partial(runtime, settings, cache, forks, devices=devices)
+    runtimes = tree.start(*map(of_name, names[: settings.runtimes]))
     if len(names) > 1:
         told = environment(settings, SCHEDULER_SETTINGS) | credentials(settings, grants.SCHEDULER)
         tree.start(Child("scheduler", module_command("runtime.scheduler"), told | scaling_bounds(settings)))
@@ -342,7 +351,7 @@ def start_roles(tree: Tree, settings: Settings, say: Say, forks: int = -1) -> Fl
     if not settings.elastic:
         return None
     ask = functools.partial(fleet_keeper.ask, settings, admin_key(settings))
-    return FleetKeeper(runtimes, functools.partial(runtime, settings, cache, forks), names, ask, say)
+    return FleetKeeper(runtimes, of_name, names, ask, say)
 
 
 def runtime_ids(settings: Settings) -> list[str]:
@@ -357,8 +366,11 @@ def host_cache(settings: Settings) -> int:
     return cache
 
 
-def runtime(settings: Settings, cache: int, forks: int, name: str) -> Child:
+def runtime(settings: Settings, cache: int, forks: int, name: str, devices: Sequence[gpus.Gpu] = ()) -> Child:
     own = {PREFIX + "RUNTIME_ID": name, PREFIX + "HOST_CACHE_FD": str(cache)}
+    own[PREFIX + "CACHE_PINNED"] = str(settings.cache_pinned // max(1, settings.runtimes_most))
+    if devices:
+        own |= gpus.told(devices[runtime_ids(settings).index(name)])
     if settings.prefill:
         own[PREFIX + "ROLE"] = "prefill" if name in runtime_ids(settings)[: settings.prefill] else "decode"
     told = environment(settings, RUNTIME_SETTINGS) | credentials(settings, grants.runtime(name))

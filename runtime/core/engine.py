@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from runtime.core.device.request import RequestId
+from store.contract.device_bytes import DeviceBytes
 from store.contract.views import PageRun
 from store.contract.wire import Departure, EngineSpec, Finish, KvForm
 
@@ -300,6 +301,9 @@ class EngineBuilder(Protocol):
 
     def pages_used(self) -> int:
         """Return the pages in use by the pool's own count: while no page moves, the sum of the engines' `held`."""
+
+    def device_bytes(self) -> DeviceBytes:
+        """Memory of the GPU outside the pool, and memory of the host registered with the GPU's driver."""
 
     def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
         """Return runs of equal pages that cover the pool from page 0 on, by the pool's own count.

@@ -36,6 +36,7 @@ class ImageBegan(msgspec.Struct, frozen=True):
     """Settings of the process, passed as JSON in the command line. File descriptors are inherited."""
 
     pool_bytes: int  # addresses for pages, as the device has; memory is taken for the weights and a question alone
+    pool_percent: int  # of the device's memory, in place of `pool_bytes`; 0: `pool_bytes` is the size
     host_bytes: int
     host_fd: int
     stepping_fd: int
@@ -78,7 +79,8 @@ def main() -> None:
     freeze_heap()
     orders, stepping = socket.socket(fileno=began.orders_fd), Stepping(began.stepping_fd)
     disk = began.disk_folder, began.disk_bytes
-    builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd, disk=disk)
+    percent = began.pool_percent
+    builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd, pool_percent=percent, disk=disk)
     while packet := orders.recv(PACKET_MOST):
         spec, said = msgspec.json.decode(packet, type=EngineSpec), ImageSaid()
         stepping.begin_build(spec.key, since := monotonic())

@@ -441,6 +441,7 @@ class Device:
             page_bytes=pages.page_bytes,
             pages_total=pages.total,
             pages_used=pages.used,
+            device_bytes=self._build.device_bytes(),
             block_tokens=self._build.block_tokens,
             models={str(key): self._model_state(model) for key, model in self.instance.models.items()},
             attainment=dict(self.instance.requests.attainment.totals),
@@ -487,8 +488,7 @@ class Device:
         used, booked = self._build.pages_used(), self.instance.pages.used
         assert used == booked, f"the pool counts {used} pages in use, and the models hold {booked}"
         self._send_state()
-        tick_at = self.instance.next_tick()
-        wait_s = None if tick_at is None else tick_at - self._clock()
+        wait_s = None if (tick_at := self.instance.next_tick()) is None else tick_at - self._clock()
         if len(self.instance.requests):  # requests wait: the node wants signs that the process lives
             wait_s = STATE_PERIOD_S if wait_s is None else min(wait_s, STATE_PERIOD_S)
         self._pipe.wait(wait_s)
@@ -556,10 +556,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if others:
         others.meet()
-    disk = began.disk_folder, began.disk_bytes
-    builder = Builder(
-        began.pool_bytes, began.host_bytes, began.host_fd, began.load_helpers, began.pinned_bytes, disk=disk
-    )
+    builder = Builder(*began.memory)
     prepare(builder)
     build = GroupBuild(builder, others) if others else builder
     journal = None

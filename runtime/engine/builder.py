@@ -43,12 +43,13 @@ from runtime.engine.golden import Golden
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.vllm import VllmEngine, chain, clean_up_after, first_line
 from runtime.engine.worker import Building, building, pause
-from runtime.memory import outside
+from runtime.memory import numa, outside
 from runtime.memory.arriving import ArrivingImage, read_in
 from runtime.memory.disk import DiskCache
 from runtime.memory.images import NOTES_BYTES, HostCacheFull, Image, ImageKey, Images, Making
 from runtime.memory.lent import write_out
 from runtime.memory.native import MIXED, Backend, DevicePool, PageState
+from store.contract.device_bytes import DeviceBytes
 from store.contract.views import Content, PageRun
 from store.contract.wire import EngineSpec
 from store.files import artefact
@@ -110,6 +111,8 @@ class Builder:
         host_fd: file descriptor of another process's host cache, to share images; -1 to make a new host cache.
         helpers: other GPUs, by ordinal, that help to load.
         pinned_bytes: most bytes of the host cache that are registered with a GPU's driver at a time; 0: no limit.
+        numa_node: node of the host next to the GPU, for the threads that copy; -1: any.
+        pool_percent: part of the device's memory for the pool; 0: `pool_bytes` is the size.
         disk: folder of images on disk, and the bound on their bytes; an empty folder's name: there are none."""
 
     def __init__(
@@ -119,10 +122,15 @@ class Builder:
         host_fd: int = -1,
         helpers: Collection[int] = (),
         pinned_bytes: int = 0,
+        numa_node: int = -1,
+        pool_percent: int = 0,
         disk: tuple[str, int] = ("", 0),
     ) -> None:
+        numa.bind(numa_node)
         self.version = check_version()
         backend = Backend.HOST if current_platform.is_cpu() else Backend.CUDA
+        if pool_percent:
+            pool_bytes = outside.pool_bytes(pool_percent, *_device_memory(backend))
         self.device = DevicePool(pool_bytes, backend=backend, helpers=helpers, pinned_most=pinned_bytes)
         kept = host_bytes // KEPT_PART
         self.images = Images.create(host_bytes, kept) if host_fd < 0 else Images.open(host_fd, kept)
@@ -141,6 +149,13 @@ class Builder:
     def pages_used(self) -> int:
         stats = self.device.stats()
         return stats.pages_mapped + stats.pages_clean
+
+    def device_bytes(self) -> DeviceBytes:
+        if self.device.backend is Backend.HOST:
+            return DeviceBytes()
+        (free, total), stats = self.device.memory(), self.device.stats()
+        pool = stats.pages_total * stats.page_bytes
+        return DeviceBytes(total, total - free - pool, torch.cuda.memory_reserved(), stats.pinned_bytes)
 
     def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
         runs: list[PageRun] = []
@@ -332,6 +347,14 @@ class _FromFiles(DefaultModelLoader):
             pause()
             read_bytes += tensor.nbytes
             now.read(read_bytes)
+
+
+def _device_memory(backend: Backend) -> tuple[int, int]:
+    """Free bytes and all bytes of the device, once the process has its context there."""
+    if backend is Backend.CUDA:
+        return torch.cuda.mem_get_info()
+    page = os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
 
 def _let_go(error: BaseException | None) -> None:

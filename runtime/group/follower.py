@@ -89,8 +89,7 @@ def main() -> None:
     from runtime.engine.selfcheck import prepare
 
     ranks.join(began.rank, first.tensor_parallel, began.folder)
-    pinned, disk = first.pinned_bytes, (first.disk_folder, first.disk_bytes)
-    build = Builder(first.pool_bytes, first.host_bytes, first.host_fd, pinned_bytes=pinned, disk=disk)
+    build = Builder(*first.memory)
     prepare(build)
     Follower(build, Connection(began.calls_fd)).run()
     os._exit(0)

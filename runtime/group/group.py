@@ -32,6 +32,7 @@ import structlog
 from runtime.core.device.request import RequestId
 from runtime.core.engine import Engine, EngineBuilder, EngineError, Hold, Output, Told
 from runtime.ipc import Began
+from store.contract.device_bytes import DeviceBytes
 from store.contract.views import PageRun
 from store.contract.wire import Departure, EngineSpec
 
@@ -158,6 +159,9 @@ class GroupBuild:
 
     def pages_used(self) -> int:
         return self._build.pages_used()
+
+    def device_bytes(self) -> DeviceBytes:
+        return self._build.device_bytes()
 
     def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
         return self._build.page_map(models, caches)

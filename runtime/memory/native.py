@@ -169,6 +169,12 @@ class DevicePool:
         _check(_library().stc_device_stats(self._handle, byref(stats)))
         return Stats(**{name: getattr(stats, name) for name in Stats.__dataclass_fields__})
 
+    def memory(self) -> tuple[int, int]:
+        """Free bytes and all bytes of the whole device, as its driver or the kernel counts."""
+        free, total = c_uint64(), c_uint64()
+        _check(_library().stc_device_memory(self._handle, byref(free), byref(total)))
+        return free.value, total.value
+
     def pages(self) -> list[PageInfo]:
         """The page map: state and owner of every page, from page 0 on."""
         return [PageInfo(state, owner) for state, owner, count in self.page_runs() for _ in range(count)]
@@ -487,6 +493,7 @@ _SIGNATURES = {
     "stc_device_open": [c_void_p, c_void_p],
     "stc_device_close": [c_void_p],
     "stc_device_stats": [c_void_p, c_void_p],
+    "stc_device_memory": [c_void_p, c_void_p, c_void_p],
     "stc_device_pages": [c_void_p, c_void_p, c_uint64],
     "stc_device_settle": [c_void_p, c_double],
     "stc_device_throttle": [c_void_p, c_double],

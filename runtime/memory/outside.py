@@ -16,7 +16,15 @@ LARGE_BYTES, LARGE, SMALL = 70 << 30, (1024, 8192), (256, 2048)
 # engine has such a table outside the pool: 128 requests and 151,936 tokens are 74 MiB. The table of an engine may take
 # this part of the GPU's memory: a hundred engines take a tenth.
 COUNTS_PART, COUNT_BYTES, REQUESTS_LEAST = 1024, 4, 64
+WORKSPACE_BYTES = 1 << 30  # for products of matrices, activations and graphs, of all engines together
 STRAY_LEAST = 1 << 20  # bytes: smaller blocks are parts of torch's own and of kernels
+
+
+def pool_bytes(percent: int, free_bytes: int, total_bytes: int) -> int:
+    """Size of a pool that is to take `percent` percent of a device's memory, and leaves WORKSPACE_BYTES free.
+
+    `free_bytes`: memory without this process's context, and without what other processes have."""
+    return max(0, min(total_bytes * percent // 100, free_bytes - WORKSPACE_BYTES))
 
 
 def settings(folder: Path, memory_bytes: int) -> dict[str, Any]:

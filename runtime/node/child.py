@@ -68,7 +68,8 @@ class DeviceChild:
         began = ipc.Began(
             pipe_fd=fd,
             policy=settings.policy,
-            pool_bytes=int(settings.device_memory),
+            pool_bytes=settings.pool[0],
+            pool_percent=settings.pool[1],
             host_bytes=int(settings.host_cache),
             host_fd=self._host_cache,
             stepping_fd=self._stepping_fd,
@@ -80,6 +81,7 @@ class DeviceChild:
             pinned_bytes=int(settings.cache_pinned),
             disk_folder=disk_folder(settings),
             disk_bytes=int(settings.disk_cache),
+            numa_node=settings.numa_node,
         )
         fds = [fd, self._host_cache, self._stepping_fd]
         return await _started(self._command, began.arguments(), settings, fds, self._forks)
@@ -220,7 +222,7 @@ class ImageMaker:
         with theirs:
             fds = (self._host_cache, self._stepping_fd, theirs.fileno())
             disk = disk_folder(settings), int(settings.disk_cache)
-            began = ImageBegan(int(settings.device_memory), int(settings.host_cache), *fds, *disk)
+            began = ImageBegan(*settings.pool, int(settings.host_cache), *fds, *disk)
             self._socket = ours
             self._process = await _started(IMAGING, began.arguments(), settings, fds, self._forks)
         return ours

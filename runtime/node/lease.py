@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import time
 
+from msgspec import UNSET
+
 from runtime.migration.host import Host
 from runtime.migration.migrate import Migrations
 from runtime.node.child import DeviceChild
@@ -83,6 +85,7 @@ class LeaseKeeper:
             page_bytes=state.page_bytes,
             pages_total=state.pages_total,
             pages_used=state.pages_used,
+            device_bytes=state.device_bytes if state.device_bytes.total else UNSET,
             block_tokens=state.block_tokens,
             models=self._models(),
             attainment=state.attainment,

@@ -131,6 +131,8 @@ METRICS: dict[str, Metric] = {
         _gauge("staccato_device_pages", "Pages of a device's pool.", "runtime"),
         _gauge("staccato_device_pages_used", "Pages that some model holds.", "runtime"),
         _gauge("staccato_device_page_bytes", "Bytes of a page.", "runtime"),
+        _gauge("staccato_device_outside_bytes", "Bytes of a GPU used outside the pool.", "runtime"),
+        _gauge("staccato_cache_pinned_bytes", "Bytes of the host cache registered with a GPU's driver.", "runtime"),
         _counter("staccato_switches", "Turns that a model began after another one's.", "runtime"),
         _histogram(
             "staccato_switch_seconds", "Between two turns of different models, while somebody waited.", "runtime"

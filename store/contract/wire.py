@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import astuple
 
+from store.contract.device_bytes import DeviceBytes
 from store.contract.elapsed import Elapsed
 from store.contract.kv_curve import KeptLayers, KvCurve, curve_of
 from store.contract.priorities import Priority
@@ -512,6 +513,7 @@ class Lease(Message, frozen=True, kw_only=True, tag="Lease"):
     page_bytes: int = 0
     pages_total: int = 0  # pages of the device pool
     pages_used: int = 0
+    device_bytes: DeviceBytes | msgspec.UnsetType = msgspec.UNSET
     block_tokens: int = 0  # tokens of a block of attention in the runtime's engines; 0: not known
     models: dict[str, ModelState] = {}
     attainment: dict[str, Attained] = {}  # by Run.label, since the device process started
@@ -519,8 +521,7 @@ class Lease(Message, frozen=True, kw_only=True, tag="Lease"):
     wakes: dict[str, Spread] = {}  # wakes of models, from the host's memory and from disk
     law: dict[str, float] = {}  # costs of any model on this device, a `costs.Law`; empty: not measured
     switch_times: Spread = Spread()
-    # A lease of a runtime with many models holds what differs from a base: see store/contract/leases.py.
-    base: int = 0  # version of the LeaseBase that the lease amends; 0: the lease is whole
+    base: int = 0  # version of the LeaseBase that the lease amends (store/contract/leases.py); 0: the lease is whole
     gone: list[str] = []  # models of the base that the runtime no longer serves
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from gateway import config
-from store.settings import PREFIX, SettingsError
+from runtime.config import RuntimeSettings
+from store.settings import PREFIX, MemoryShare, SettingsError
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +40,19 @@ def test_sizes_and_folder_lists_are_read_as_people_write_them(monkeypatch: pytes
     assert settings.model_roots == [Path("/models"), Path("/more")]
 
 
+def test_a_devices_memory_may_be_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STACCATO_DEVICE_MEMORY", "90%")
+    assert config.load().device_memory == MemoryShare(90)
+    assert config.shown(config.load())["STACCATO_DEVICE_MEMORY"] == "90%"
+    assert RuntimeSettings().pool == (0, 90)
+    monkeypatch.setenv("STACCATO_DEVICE_MEMORY", "1GiB")
+    assert RuntimeSettings().pool == (1 << 30, 0)
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [
+        ("STACCATO_DEVICE_MEMORY", "99%", ": write a part as 1% to 95%"),
         ("STACCATO_PORT", "eighty", ": write a whole number"),
         ("STACCATO_PORT", "70000", ": write at most 65535"),
         ("STACCATO_HEADER_DEADLINE_S", "soon", ": write a number, as 2.5"),

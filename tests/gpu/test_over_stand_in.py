@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-TESTS = ("tests/gpu/test_memory.py", "tests/gpu/test_pinned.py")
+TESTS = ("tests/gpu/test_memory.py", "tests/gpu/test_pinned.py", "tests/gpu/test_books.py")
 # The second process imports pages by calls that the stand-in lacks.
 COMMAND = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-k", "not second_process", *TESTS]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,18 +12,11 @@ from tests.gpu.conftest import IMAGE, PAGE, SOON_S, WHOLE_IMAGE, WORDS, tensor
 SPIN_CYCLES = 400_000_000  # about 0.2 s
 
 
-def by_dlpack(torch: Any, reservation: Reservation, offset: int, size: int) -> Any:
-    cupy = pytest.importorskip("cupy")
-    memory = cupy.cuda.UnownedMemory(reservation.address + offset, size, owner=reservation, device_id=0)
-    return torch.from_dlpack(cupy.ndarray((size,), "u1", cupy.cuda.MemoryPointer(memory, 0)))
-
-
-@pytest.mark.parametrize("make", [tensor, by_dlpack], ids=["cuda array interface", "dlpack"])
 def test_a_tensor_keeps_its_address_over_scale_to_zero(
-    torch: Any, device: DevicePool, reservation: Reservation, cache: CacheMemory, make: Callable[..., Any]
+    torch: Any, device: DevicePool, reservation: Reservation, cache: CacheMemory
 ) -> None:
     reservation.load(cache, WHOLE_IMAGE).wait(SOON_S)
-    weights = make(torch, reservation, 0, len(IMAGE)).view(torch.int32)
+    weights = tensor(torch, reservation, 0, len(IMAGE)).view(torch.int32)
     expected = torch.arange(WORDS, dtype=torch.int32, device="cuda")
     for _ in range(3):
         assert weights.data_ptr() == reservation.address and torch.equal(weights, expected)

@@ -30,6 +30,7 @@ from runtime.core.device.request import ModelKey, Request, RequestId  # noqa: E4
 from runtime.core.engine import BadRequest, EngineError, Held, Output, WeightSource  # noqa: E402
 from runtime.core.ledgers.costs import ModelCosts, Profile, load_profile, model_size  # noqa: E402
 from runtime.sim.engine import SimulatedEngine  # noqa: E402
+from store.contract.device_bytes import DeviceBytes  # noqa: E402
 from store.contract.wire import Departure, EngineSpec, KvForm  # noqa: E402
 
 if TYPE_CHECKING:
@@ -294,6 +295,9 @@ class PacedBuilder:
 
     def hold(self, blocks: list[int], block_bytes: int, life: int) -> PacedHold:
         return PacedHold()
+
+    def device_bytes(self) -> DeviceBytes:
+        return DeviceBytes()
 
     def pages_used(self) -> int:
         return sum(engine.pages for engine in self.engines)

@@ -25,6 +25,7 @@ from runtime import ipc  # noqa: E402
 from runtime.core.device.request import RequestId  # noqa: E402
 from runtime.core.ledgers.costs import ModelCosts, Profile, model_size  # noqa: E402
 from runtime.core.turns.registry import POLICIES  # noqa: E402
+from store.contract.device_bytes import DeviceBytes  # noqa: E402
 from store.contract.views import PageRun  # noqa: E402
 from store.contract.wire import EngineSpec  # noqa: E402
 from tests.bench.timing import one_thread  # noqa: E402
@@ -144,6 +145,9 @@ class Watching:
 
     def on_disk(self, spec: EngineSpec, /) -> bool:
         return False
+
+    def device_bytes(self) -> DeviceBytes:
+        return DeviceBytes()
 
     def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
         return []

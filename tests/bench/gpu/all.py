@@ -7,11 +7,10 @@ checkout of the repository, nothing else of Staccato. A part is a process with a
 the terminal and to OUT_DIR. A failed part stops no further part, but makes the exit status 1. On an H100 or H200
 expect, at most 10 minutes:
 
-  build          30 s   the memory library, and by nvcc its kernels and its view of the driver
+  build          30 s   the memory library, and its view of the driver beside NVIDIA's headers
   tests          60 s   tests/gpu
   driver_calls   90 s   A the price of the driver's calls, B behind a running kernel, C beside launches
   scale_up      120 s   D pinned memory and the link, E an image of 15 GiB back from the cache
-  gather         60 s   scattered KV blocks: piece by piece, or packed by a kernel
   engine        300 s   F vLLM over the pool; only if named, and only with a vLLM of the runtime's version
 """
 
@@ -58,7 +57,6 @@ PARTS = {
     "tests": Part([*TESTS, "tests/gpu"], 110, "tests.txt"),
     "driver_calls": bench("driver_calls", 120),
     "scale_up": bench("scale_up", 220),
-    "gather": bench("gather", 80),
     "engine": bench("engine", 500),
 }
 UNASKED = [name for name in PARTS if name != "engine"]  # `engine` takes a machine call of its own

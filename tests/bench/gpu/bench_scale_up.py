@@ -29,18 +29,18 @@ PIN_ROUNDS = 3
 
 def main(gib: int = 15, rounds: int = 5) -> None:
     emit_conditions()
-    keeper = DevicePool(
-        2 * MIB, backend=Backend.CUDA, page_bytes=2 * MIB
-    )  # memory pinned for one pool is pinned for every pool
+    keeper = DevicePool(2 * MIB, backend=Backend.CUDA, page_bytes=2 * MIB)
     for huge in (False, True):
         emit("pinned memory", **pinned_memory(keeper, min(PINNED_BYTES, gib * GIB), huge))
     cache = CacheMemory(gib * GIB)
     huge_bytes = cache.commit(0, cache.bytes)
     fill(cache)
     cache.pin(keeper, 0, cache.bytes)
+    keeper.await_pins(FOREVER)
     emit("image", gib=gib, in_2_mib_folios=huge_bytes == cache.bytes)
     for answer in link(cache.address, min(LINK_BYTES, cache.bytes), rounds):
         emit("link", **answer)
+    cache.unpin(keeper, 0)  # the driver takes a range once, and each pool pins for itself
     for page_mib in PAGES_MIB:
         emit("scale up", **scale_up(cache, page_mib * MIB, rounds))
     cache.close()
@@ -77,7 +77,12 @@ def pin_once(device: DevicePool, size: int, huge: bool) -> tuple[float, float, f
         cache.view(0, size)[::4096] = bytes(size // 4096)
 
     commit_s = seconds((lambda: cache.commit(0, size)) if huge else touch)
-    return commit_s, seconds(lambda: cache.pin(device, 0, size)), seconds(cache.close)
+
+    def pin() -> None:
+        cache.pin(device, 0, size)
+        device.await_pins(FOREVER)
+
+    return commit_s, seconds(pin), seconds(cache.close)
 
 
 def link(host: int, size: int, rounds: int) -> Iterator[dict[str, object]]:
@@ -131,6 +136,8 @@ def scale_up(cache: CacheMemory, page_bytes: int, rounds: int) -> dict[str, obje
     open_s = seconds(lambda: opened.append(DevicePool(size, backend=Backend.CUDA, page_bytes=page_bytes)))
     device = opened[0]
     reservation = device.reserve(size)
+    cache.pin(device, 0, size)
+    device.await_pins(FOREVER)
     stream = cupy.cuda.Stream(non_blocking=True)
 
     def load(chunk_bytes: int) -> Callable[[], None]:
@@ -153,6 +160,7 @@ def scale_up(cache: CacheMemory, page_bytes: int, rounds: int) -> dict[str, obje
         compare(reservation, cache)
     after = device.stats()
     reservation.release()
+    cache.unpin(device, 0)
     device.close()
     roofs, calls, gone, mapped_first, loads = (list(column) for column in zip(*times, strict=True))
     pages = 2 * rounds * after.pages_total
@@ -176,6 +184,8 @@ def scale_up(cache: CacheMemory, page_bytes: int, rounds: int) -> dict[str, obje
 def compare(reservation: Reservation, cache: CacheMemory) -> None:
     """Check eleven MiB of the loaded image, from beginning to end, against the cache."""
     back = CacheMemory(MIB)
+    back.commit(0, MIB)
+    back.pin(reservation.device, 0, MIB)
     for tenth in range(11):
         at = (cache.bytes - MIB) * tenth // 10 // MIB * MIB
         reservation.copy(at, back, 0, MIB, Direction.TO_HOST).wait(FOREVER)

@@ -38,7 +38,7 @@ def test_the_command_fails_when_a_check_does_and_prints_the_fix(settings: Settin
         environment = {"STACCATO_DATA": str(settings.data), "STACCATO_PORT": str(settings.port), "PATH": ""}
         ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.returncode == 1
-    assert ran.stderr == "error: 2 of 14 checks failed\n"
+    assert ran.stderr == "error: 2 of 15 checks failed\n"
     for line in ("FAIL  compiler", "-> install one", "FAIL  port", "-> stop the program", f"{settings.data}"):
         assert line in ran.stdout
 

@@ -334,7 +334,7 @@ def test_a_role_is_told_every_setting_that_it_shares_with_the_gateway(
 ) -> None:
     shared = role.model_fields.keys() & Settings.model_fields.keys()
     # Credentials are each role's own; for the others, see `scaling_bounds` and `runtime`.
-    given_otherwise = {"nats_credentials", "runtimes_most", "fork_server_fd"}
+    given_otherwise = {"nats_credentials", "runtimes_most", "fork_server_fd", "cache_pinned"}
     assert shared <= {*told, *given_otherwise}
 
 

@@ -16,6 +16,7 @@ from runtime.core.device.request import RequestId
 from runtime.core.engine import BadRequest, EngineError, Held, Hold, Output, Told, WeightSource
 from runtime.core.turns.turn import RoundRobin
 from runtime.device.loop import Device
+from store.contract.device_bytes import DeviceBytes
 from store.contract.views import Content, PageRun, Use
 from store.contract.wire import EngineSpec, Finish, KvForm, ModelState, Residency, Run
 from tests.runtime.world import spec
@@ -140,6 +141,9 @@ class Builder:
 
     def hold(self, blocks: list[int], block_bytes: int, life: int) -> Hold | None:
         raise AssertionError("nobody moves here")
+
+    def device_bytes(self) -> DeviceBytes:
+        return DeviceBytes()
 
     def pages_used(self) -> int:
         return sum(engine.weights + engine.kv for engine in self.engines.values())

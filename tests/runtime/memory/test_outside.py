@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.memory.outside import COUNT_BYTES, COUNTS_PART, live_blocks, settings, strays
+from runtime.memory.outside import COUNT_BYTES, COUNTS_PART, WORKSPACE_BYTES, live_blocks, pool_bytes, settings, strays
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -47,3 +47,9 @@ def test_a_large_block_that_no_tensor_of_the_runner_explains_is_a_stray() -> Non
     now = live_blocks(snapshot)
     assert 12 * MIB not in now
     assert strays({0}, now, [300 * MIB + 256]) == {4 * MIB: 8 * MIB, 100 * MIB: 2 * MIB}
+
+
+def test_a_pool_takes_its_part_and_leaves_room_for_workspaces() -> None:
+    assert pool_bytes(90, 140 * GIB, 141 * GIB) == 141 * GIB * 90 // 100
+    assert pool_bytes(90, 20 * GIB, 141 * GIB) == 20 * GIB - WORKSPACE_BYTES, "another process has most of the device"
+    assert pool_bytes(90, GIB // 2, 141 * GIB) == 0
