@@ -130,6 +130,7 @@ async def test_a_damaged_image_is_noticed_built_again_and_written_again(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(60 + 30 * MANY)
 async def test_many_more_models_than_memory_are_served_from_whichever_tier_they_are_in(tmp_path: Path) -> None:
     """The host cache has room for a tenth of the images."""
     models = {
