@@ -103,9 +103,7 @@ METRICS: dict[str, Metric] = {
         ),
         _histogram("staccato_queue_seconds", "What a request waited for others, before its first token.", *_DEPLOYMENT),
         _counter("staccato_request_seconds", "Time of requests that ended, by what it went to.", *_DEPLOYMENT, "part"),
-        _counter(
-            "staccato_request_ways", "Requests that generate, by the way through the gateway.", "way"
-        ),
+        _counter("staccato_request_ways", "Requests that generate, by the way through the gateway.", "way"),
         _counter("staccato_stream_aborts", "Streams that ended too early, by who ended them.", "side"),
         _counter("staccato_false_losses", "Runtimes that were taken for dead and heard again."),
         _gauge("staccato_requests_open", "Requests that are not answered yet."),
