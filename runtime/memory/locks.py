@@ -10,23 +10,23 @@ import threading
 import time
 from collections.abc import Iterator
 
-LOCK_S = 10.0  # the index is locked for microseconds, or for tens of milliseconds while memory is given back
+LOCK_S = 10.0  # longest wait; usual are microseconds, or tens of milliseconds while memory is given back
 INDEX_LOCK, MEMBER_LOCKS = 0, 1  # offsets of bytes that stand for locks, unrelated to the index at these offsets
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux, 64 bits: type, whence, start, length, pid
 
 
 class HostCacheStuck(Exception):
-    """Another runtime holds the lock of the index for more than LOCK_S seconds."""
+    """Raised after LOCK_S seconds: another runtime holds the lock of the index."""
 
 
 class IndexLocks:
     """Locks between processes, and between threads of this process.
 
-    The locks end with the open file description: when this process has died, and every process forked from this process
-    without an exec."""
+    The kernel frees the locks with the open file description: when this process has died, and every process forked from
+    this process without an exec."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # a description of its own
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # with an open file description of its own
         self._threads = threading.Lock()
 
     @contextlib.contextmanager
@@ -37,7 +37,7 @@ class IndexLocks:
                 if time.monotonic() > deadline:
                     raise HostCacheStuck(
                         f"the index of the host cache is held for {LOCK_S:.0f} s: a runtime of this node was stopped "
-                        "while it changed it, let it go on or end it"
+                        "in the midst of a change, so let that runtime go on or end it"
                     )
                 time.sleep(0.0005)
             try:
@@ -53,7 +53,7 @@ class IndexLocks:
         return True
 
     def taken(self, byte: int) -> bool:
-        """Whether another process holds the lock of a byte."""
+        """Return whether another process holds the lock of the byte at the offset `byte`."""
         found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 

@@ -595,7 +595,6 @@ def decode(kind: type[M], data: bytes) -> M:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"{kind.__name__}: {len(data)} bytes do not decode: {error}") from error
     if message.v != VERSION:
-        raise OtherVersion(
-            f"{kind.__name__} has version {message.v}, this process speaks {VERSION}: upgrade the older one"
-        )
+        said = f"{kind.__name__} has version {message.v}, this process speaks {VERSION}"
+        raise OtherVersion(f"{said}: upgrade the older one")
     return message

@@ -30,7 +30,7 @@ class Kept:
     def __init__(self, build: EngineBuilder) -> None:
         self.version, self.pages_total, self.page_bytes = build.version, build.pages_total, build.page_bytes
         self.pages_used = build.pages_used
-        self.on_disk = build.on_disk
+        self.on_disk, self.device_bytes = build.on_disk, build.device_bytes
         self.life, self.hold, self.block_tokens = build.life, build.hold, build.block_tokens
         self._build = build
         self._engines: dict[str, Engine] = {}

@@ -465,7 +465,7 @@ def test_a_runtime_that_stops_in_the_middle_of_a_change_is_not_waited_for_withou
     images: Images, other: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runtime.memory.locks.LOCK_S", 0.0)
-    with other._change(), pytest.raises(HostCacheStuck, match="let it go on or end it"):
+    with other._change(), pytest.raises(HostCacheStuck, match="let that runtime go on or end it"):
         images.stats()
     assert images.stats().images == 0
 
