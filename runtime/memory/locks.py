@@ -16,7 +16,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux, 64 bits: type, whenc
 
 
 class HostCacheStuck(Exception):
-    """Raised after LOCK_S seconds: another runtime holds the lock of the index."""
+    """Raised after LOCK_S seconds in which a second runtime held the lock of the index."""
 
 
 class IndexLocks:
