@@ -69,7 +69,7 @@ MAY_IMPORT = {
     "runtime/device": "runtime/core/* runtime/engine runtime/group runtime/memory runtime/migration runtime/ipc.py"
     " runtime/slices.py store/*",
     "runtime/node": "runtime/core runtime/core/fleet runtime/core/ledgers runtime/device runtime/migration"
-    " runtime/config.py runtime/ipc.py store/*",
+    " runtime/config.py runtime/imaging.py runtime/ipc.py store/*",
     "runtime/scheduler": "runtime/core/* runtime/config.py store/*",
     "runtime/sim": "runtime/core/* runtime/device runtime/sim/dispatch store/contract store/files",
     "runtime/sim/dispatch": "runtime/core/* runtime/sim store/contract",

@@ -1,7 +1,7 @@
 """Builds and checks of engines in the device process: in slices, so that other models step in between.
 
 An image is made from the model's files, which takes seconds and reads gigabytes. The node has the image made in a
-process of its own (runtime/device/imaging.py), and the device then builds the engine around the image.
+process of its own (runtime/imaging.py), and the device then builds the engine around the image.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ import structlog
 from runtime import ipc
 from runtime.config import RuntimeSettings
 from runtime.core.fleet.crash_backoff import Quarantine
-from runtime.device.imaging import PACKET_MOST, ImageBegan, ImageSaid
 from runtime.device.stepping import Stepping, Watchdog
+from runtime.imaging import PACKET_MOST, ImageBegan, ImageSaid
 from store.contract.wire import EngineSpec, ModelState
 from store.fork.client import ForkedProcess, ForkServer, NotForked
 from store.tasks import ended
@@ -32,7 +32,7 @@ IMAGING_IDLE_S = 60.0
 ENDING_S = 0.2  # for a process that was hung up on, before the process is killed
 START_S_MOST = 300.0  # gigabytes of libraries may come from a slow disk
 DEVICE = (sys.executable, "-P", "-m", "runtime.device")
-IMAGING = (sys.executable, "-P", "-m", "runtime.device.imaging")
+IMAGING = (sys.executable, "-P", "-m", "runtime.imaging")
 
 
 class DeviceChild:

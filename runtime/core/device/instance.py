@@ -428,7 +428,7 @@ class Instance:
         order, self._room_pages = ordered.models, ordered.room_pages
         chosen = self._turns.next(order, turn, now)
         effects += self._bring_in(order, chosen, now)
-        if self._rooms.upkeep and not (self._step_due and chosen is not None):
+        if self._rooms.upkeep and not (self._step_due and chosen and self._rooms.upkeep_waits(order, chosen[0])):
             if self.account is not None and not len(self.requests):
                 self.account.idle(now)
             self._busy = True

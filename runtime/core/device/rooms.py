@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from runtime.core.device.model import Model, Phase, Wish
 from runtime.core.device.request import ModelKey
+from runtime.core.device.view import ModelView
 
 
 class Rooms:
@@ -51,6 +54,12 @@ class Rooms:
                 if model.phase is phase:
                     return model
         return next(iter(self.upkeep.values()))
+
+    def upkeep_waits(self, order: Sequence[ModelView], stepper: ModelView) -> bool:
+        """Whether a step of `stepper` comes before the next part of an upkeep: unless the upkeep's model has an earlier
+        turn in `order`. Call only if `upkeep` is not empty."""
+        kept = self.first_upkeep().key
+        return next((model.key for model in order if model.key in (kept, stepper.key)), stepper.key) != kept
 
     def put_off_proofs(self, now: float) -> None:
         """Give each model to be proved as much time again: requests then wait for one proof, not for all proofs."""

@@ -1,4 +1,4 @@
-"""Makes models' images in the host cache, in a process of its own: `python -m runtime.device.imaging BEGAN`.
+"""Makes models' images in the host cache, in a process of its own: `python -m runtime.imaging BEGAN`.
 
 The process reads a model's files, asks the golden question and writes the image; afterwards any device process of the
 host builds an engine around the image. A model that ends this process takes no other model along. The node starts the
