@@ -169,7 +169,6 @@ class Builder:
 
     def close(self) -> None:
         """Close the pool and the host cache. Close all engines first."""
-        gc.collect()  # an engine's packed weights are freed with the last object of the engine
         if self._disk is not None:
             self._disk.close()
         self.images.close()  # before the device, which has ranges of the cache pinned

@@ -462,6 +462,7 @@ class VllmEngine:
         context.clear()
         for module in self._model.modules():  # torch keeps a tied weight, and the weight's loader keeps packed weights
             vars(module).pop("cpu_linear", None)
+        self.home.runner_tensors = list  # the function holds the worker, and thus the model
         del module, core, self._scheduler, self._blocks, self._worker, self._model, self._grammars
         gc.collect()  # the core is a cycle of objects; see `freeze_heap` in builder.py
         self.kv.reservation.release()
