@@ -27,23 +27,23 @@ class StandIn:
     """The calls of the stand-in driver that torch's place needs, in the context of device 0."""
 
     def __init__(self) -> None:
-        self.library = ctypes.CDLL(DRIVER)
+        self.driver = ctypes.CDLL(DRIVER)
         context = ctypes.c_void_p()
-        assert self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+        assert self.driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
         self._context = context
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        self.library.cuCtxPushCurrent_v2(self._context)
+        self.driver.cuCtxPushCurrent_v2(self._context)
         try:
             yield
         finally:
-            self.library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+            self.driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def stream(self) -> int:
         handle = ctypes.c_void_p()
         with self._current():
-            assert self.library.cuStreamCreate(ctypes.byref(handle), 0) == 0
+            assert self.driver.cuStreamCreate(ctypes.byref(handle), 0) == 0
         assert handle.value is not None
         return handle.value
 
@@ -51,7 +51,7 @@ class StandIn:
         """Free bytes and all bytes of the device."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         with self._current():
-            assert self.library.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
+            assert self.driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
         return free.value, total.value
 
 
