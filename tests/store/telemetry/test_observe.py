@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 LEVELS = ("debug", "info", "warning", "error", "critical", "msg", "log")
 # Files with a call that passes on its callers' words, checked by eye: an event's name, an order's numbers.
-PASSED_ON = {("runtime/device/loop.py", "what"), ("runtime/scheduler/controller.py", "**_shown(order)")}
+PASSED_ON = {("runtime/device/building.py", "what"), ("runtime/scheduler/controller.py", "**_shown(order)")}
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
