@@ -278,7 +278,7 @@ async def _started(
             files = {number: number for number in (0, 1, 2, *fds)}
             return await forks.fork(command[-1], arguments, environment, files)
         except NotForked as error:
-            log.warning("node.not_forked", program=command[-1], reason=str(error))
+            log.warning("node.not_forked", name=command[-1], reason=str(error))
     return await asyncio.create_subprocess_exec(*command, *arguments, env=environment, pass_fds=fds)
 
 

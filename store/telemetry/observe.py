@@ -28,36 +28,12 @@ FIELDS = frozenset(
         *("request", "revision", "runtime", "source", "subject", "target", "tenant", "user"),
         # numbers and durations
         *("after_s", "blocks", "bytes", "calls", "first", "image_bytes", "in_s", "lacks_bytes", "last", "limit_bytes"),
-        *("messages", "of"),
-        *(
-            "output_tokens",
-            "pages",
-            "parcels",
-            "patience_s",
-            "period",
-            "pieces",
-            "requests",
-            "restart_in_s",
-            "retry_in_s",
-        ),
-        *("revisions", "runtimes", "silent_s", "streams", "term", "tokens", "took_ms", "tries", "weights_pages"),
+        *("largest", "messages", "of", "offset", "output_tokens", "pages", "parcels", "patience_s", "period", "pieces"),
+        *("requests", "restart_in_s", "retry_in_s"),
+        *("revisions", "runtimes", "silent_s", "streams", "term", "tokens", "took_ms", "tries"),
         # results
-        *(
-            "complete",
-            "detail",
-            "drain",
-            "error",
-            "folder",
-            "format",
-            "full",
-            "leaving",
-            "now",
-            "path",
-            "reason",
-            "refusal",
-            "refused",
-        ),
-        *("wrong",),
+        *("complete", "detail", "drain", "error", "folder", "format", "full", "leaving", "now", "path", "reason"),
+        *("refusal", "refused", "wrong"),
     }
 )
 
