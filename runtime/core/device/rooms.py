@@ -56,10 +56,12 @@ class Rooms:
         return next(iter(self.upkeep.values()))
 
     def upkeep_waits(self, order: Sequence[ModelView], stepper: ModelView) -> bool:
-        """Whether a step of `stepper` comes before the next part of an upkeep: unless the upkeep's model has an earlier
-        turn in `order`. Call only if `upkeep` is not empty."""
-        kept = self.first_upkeep().key
-        return next((model.key for model in order if model.key in (kept, stepper.key)), stepper.key) != kept
+        """Whether a step of `stepper` comes before the next part of an upkeep: unless requests wait for the upkeep's
+        model, and the model has an earlier turn in `order`. Call only if `upkeep` is not empty."""
+        kept = self.first_upkeep()
+        if not kept.queues.waiting:
+            return True
+        return next((model.key for model in order if model.key in (kept.key, stepper.key)), stepper.key) != kept.key
 
     def put_off_proofs(self, now: float) -> None:
         """Give each model to be proved as much time again: requests then wait for one proof, not for all proofs."""
