@@ -16,12 +16,13 @@ import msgspec
 import torch
 from vllm import SamplingParams
 from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
 from runtime.core.engine import EngineError
 from runtime.engine.scheduler import PooledScheduler
-from runtime.engine.worker import pause
+from runtime.engine.worker import pause, pause_between_layers
 
 PROMPT, TOKENS = 16, 8
 BATCH = 2  # requests with the question in a batch
@@ -107,6 +108,19 @@ def _question(config: Any, id: str, likeliest: int | None) -> EngineCoreRequest:
         cache_salt=id,
         data_parallel_rank=None,
     )
+
+
+@contextmanager
+def pausing(model: torch.nn.Module) -> Iterator[None]:
+    """Within the context, a step of the model on the CPU may pause before each layer, if a `Sliced` call steps."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    layers = [layer for layers in lists for layer in layers] if current_platform.is_cpu() else []
+    hooks = [layer.register_forward_pre_hook(pause_between_layers) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

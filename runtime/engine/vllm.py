@@ -312,7 +312,9 @@ class VllmEngine:
         if self._activations == 1:  # not each time: last positions double the cost, and tables move with the weights
             asked.append((" at its last positions", self._golden.last, self._say_last))
         for where, before, say in asked:
-            if (said := say()) != before:
+            with golden.pausing(self._model):
+                said = say()
+            if said != before:
                 return self._quarantine(f"it says {said}{where} where it said {before} when it was read from its files")
         return None
 

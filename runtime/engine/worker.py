@@ -27,6 +27,7 @@ from torch._C import _len_torch_function_stack
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from vllm import _custom_ops as ops
+from vllm import forward_context
 from vllm.config import VllmConfig
 from vllm.config import vllm as vllm_config
 from vllm.distributed import parallel_state
@@ -101,6 +102,26 @@ def _put_aside() -> Callable[[], None]:
             _push_mode(mode)  # type: ignore[no-untyped-call]
 
     return back
+
+
+def pause_between_layers(*_: object) -> None:
+    """A point in the midst of a step at which other engines of the process may step, as `pause` is between steps."""
+    if ranks.size() == 1:
+        slices.pause(_put_step_aside)
+
+
+def _put_step_aside() -> Callable[[], None]:
+    """Put aside what vLLM's step has set for the whole process. Returns the function that sets the same again."""
+    back, context, remembers = _put_aside(), forward_context._forward_context, torch.inference_mode(mode=False)
+    forward_context._forward_context = None
+    remembers.__enter__()
+
+    def back_in_step() -> None:
+        remembers.__exit__(None, None, None)
+        forward_context._forward_context = context
+        back()
+
+    return back_in_step
 
 
 def _set_globals(config: VllmConfig | None, prefix: str | None, dtype: torch.dtype) -> None:

@@ -15,7 +15,9 @@ import torch
 
 from runtime.core.device.request import RequestId
 from runtime.core.engine import EngineError
+from runtime.engine.golden import TOKENS
 from runtime.engine.vllm import VllmEngine
+from runtime.slices import Sliced
 from tests.runtime.engines import asleep, awake, drive, parked_about, payload, spec, tokens
 from tests.runtime.forms import write_form
 
@@ -204,3 +206,30 @@ def test_answers_part_where_rounding_decides_and_only_an_unlikely_token_is_a_fau
     assert disagrees(alone, GoldenAnswer([3, 8, 5], []), tie=0.005)
     assert disagrees(alone, GoldenAnswer([3, 4, 7], []), tie=0.5)
     assert disagrees(alone, GoldenAnswer([6, 4, 5], []), tie=0.5), "6 is not among the likeliest"
+
+
+# ── a check in the midst of others' steps ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "opt"])
+def test_a_model_steps_between_the_layers_of_a_check_and_says_what_it_says_alone(
+    builds: list[Any], random_models: dict[str, Path], kind: str
+) -> None:
+    serving, checked = (awake(builds[0](spec(random_models[name]))) for name in ("llama", kind))
+    assert isinstance(serving, VllmEngine) and isinstance(checked, VllmEngine)
+    alone = answers(serving, together=True)
+    made: dict[str, list[int]] = {str(number): [] for number in range(len(PROMPTS))}
+    layers, slices = checked._core.vllm_config.model_config.get_total_num_hidden_layers(), 0
+    check = Sliced(checked.check)
+    for id in made:
+        serving.add(RequestId(id), asked(int(id)))
+    while not check.go_on(0.0):
+        slices += 1
+        for output in serving.step() if serving.busy() else []:
+            made[output.request] += output.tokens
+    assert check.result is None
+    assert slices > 2 * TOKENS * layers  # two questions, each of so many steps
+    parked_about(serving, made)
+    assert list(made.values()) == alone
+    for engine in (checked, serving):
+        engine.close()
