@@ -91,6 +91,17 @@ def asked(kind: str) -> bytes:
     return payload(PROMPT, temperature=0, max_tokens=MAX_TOKENS, structured_outputs=params, stop_token_ids=[1])
 
 
+def test_a_build_reads_no_tokenizer(random_models: dict[str, Path]) -> None:
+    from runtime.engine.builder import Builder
+
+    build = Builder(POOL_BYTES, HOST_BYTES)
+    engine = build(spec(random_models["llama"]))
+    assert isinstance(engine, VllmEngine)
+    assert engine._core.structured_output_manager.tokenizer is None
+    engine.close()
+    build.close()
+
+
 def test_tokens_under_a_grammar_are_bare_vllms(engine: VllmEngine, bare: dict[str, list[int]]) -> None:
     assert len({tuple(said) for said in bare.values()}) >= 5, f"{bare} proves nothing"
     for kind in GRAMMARS:
