@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils import cpu_resource_utils
 from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
@@ -64,6 +65,7 @@ current_platform.register_triton_kernel_overrides = cache(  # type: ignore[metho
     current_platform.register_triton_kernel_overrides
 )
 vars(logits_processor)["_load_logitsprocs_plugins"] = cache(logits_processor._load_logitsprocs_plugins)
+vars(cpu_resource_utils)["_get_cpu_list"] = cache(cpu_resource_utils._get_cpu_list)  # runs a program
 # vLLM freezes the heap after each build, and a frozen engine is never collected: the heap would have to thaw, and a
 # collection that visits every module keeps all requests waiting for half a second. See `freeze_heap`.
 vars(engine_core)["freeze_gc_heap"] = vars(gpu_worker)["freeze_gc_heap"] = lambda: None
@@ -193,9 +195,10 @@ class Builder:
         try:
             image = self._find(spec, key)
             if image is not None and (engine := self._from_image(spec, now, key, image, more)) is not None:
-                return engine
+                return engine  # around an image, no memory is left to collect: the other engines do not wait for that
             self.images.check_room(self._image_bytes.get(key, int(WEIGHTS_LEAST * spec.weight_bytes)))
             engine = self._from_files(spec, now, key, more)
+            _collect()
             if self._disk is not None and spec.digest:
                 self._disk.keep(self.images, key, time.monotonic() - began)
             return engine
@@ -207,9 +210,6 @@ class Builder:
             log.error("engine.not_built", model=spec.key, detail=chain(error))
             _let_go(error)
             raise EngineError(first_line(error)) from error
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()  # torch keeps a model's memory from before the move; does nothing without a GPU
 
     def has_image(self, spec: EngineSpec) -> bool:
         """Whether the host cache or the disk has the model's image: then a build reads no files of the model.
@@ -362,7 +362,12 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+    _collect()
+
+
+def _collect() -> None:
     gc.collect()
+    torch.cuda.empty_cache()  # torch keeps a model's memory from before the move; does nothing without a GPU
 
 
 def _content(state: PageState, owner: int, caches: Mapping[int, str]) -> Content:

@@ -12,13 +12,15 @@ is copied in one piece. Layers of several kinds share the region (`runtime/engin
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from vllm.config import VllmConfig
 from vllm.config import vllm as vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.model_loader import base_loader
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.request import Request
@@ -130,6 +133,9 @@ def _set_globals(config: VllmConfig | None, prefix: str | None, dtype: torch.dty
     torch.set_default_dtype(dtype)
 
 
+if current_platform.is_cpu():
+    # vLLM's loader collects twice in each load, for the memory of a GPU. A full collection visits every engine.
+    base_loader.gc = SimpleNamespace(collect=partial(gc.collect, 1))  # type: ignore[assignment]
 register_module_module_registration_hook(lambda *_: pause())  # between the layers of a model that is being made
 
 

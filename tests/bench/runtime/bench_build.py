@@ -41,16 +41,19 @@ def cpu_s(build: Callable[[], Engine]) -> float:
 def main() -> int:
     one_thread()
     from vllm.platforms import current_platform
+    from vllm.utils import cpu_resource_utils
     from vllm.v1.sample import logits_processor
 
-    from runtime.engine.builder import Builder
+    from runtime.engine.builder import Builder, freeze_heap
     from tests.runtime.engines import spec
 
+    freeze_heap()  # as a device process does
     build, model = Builder(POOL_BYTES, HOST_BYTES), spec(MODEL)
     build(model).close()  # from the files: makes the image
     found_once: list[Any] = [
         current_platform.register_triton_kernel_overrides,
         logits_processor._load_logitsprocs_plugins,
+        vars(cpu_resource_utils)["_get_cpu_list"],
     ]
 
     def as_vllm() -> Engine:
