@@ -32,7 +32,7 @@ READS_KEPT = 8  # grammars kept although no request uses the grammar, for a late
 READERS = 2  # threads: with a single thread, a grammar slow to read would hold up every later grammar
 READER_NICENESS = 10
 
-structured_output.cached_tokenizer_from_config = lambda model_config: None  # an engine is built without tokenizer
+vars(structured_output)["cached_tokenizer_from_config"] = lambda model_config: None  # for a build: no tokenizer
 
 
 def _step_back() -> None:

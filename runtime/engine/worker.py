@@ -135,7 +135,7 @@ def _set_globals(config: VllmConfig | None, prefix: str | None, dtype: torch.dty
 
 if current_platform.is_cpu():
     # vLLM's loader collects twice in each load, for the memory of a GPU. A full collection visits every engine.
-    base_loader.gc = SimpleNamespace(collect=partial(gc.collect, 1))  # type: ignore[assignment]
+    vars(base_loader)["gc"] = SimpleNamespace(collect=partial(gc.collect, 1))
 register_module_module_registration_hook(lambda *_: pause())  # between the layers of a model that is being made
 
 

@@ -29,7 +29,7 @@ from tests.conftest import ROOT, NatsServer, free_port
 from tests.e2e.conftest import AWAKE, MODELS, READY_S, Platform
 from tests.earlier.installation import TENANT, Sent, asked
 
-pytestmark = pytest.mark.timeout(600)  # two platforms start, one after the other
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # two platforms start, one after the other
 
 COMMIT = "71e32b0"
 MODEL = "faq"
