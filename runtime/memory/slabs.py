@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,9 +53,14 @@ class Slabs:
         """Number of blocks in use."""
         return sum(extent.blocks - len(extent.free) for extent in self._extents)
 
+    @property
+    def spare(self) -> int:
+        """Number of blocks with memory that are not in use."""
+        return sum(len(extent.free) for extent in self._extents)
+
     def take(self, count: int) -> list[int] | None:
         """Allocate `count` blocks, neighbours if possible. Returns their numbers; None if there is too little room."""
-        missing = count - sum(len(extent.free) for extent in self._extents)
+        missing = count - self.spare
         if missing > 0 and not self._grow(missing):
             return None
         taken: list[int] = []
@@ -77,10 +82,19 @@ class Slabs:
         """Forget an empty extent: the cache takes the extent's memory back."""
         self._extents.remove(extent)
 
-    def _give_back(self, block: int) -> Extent:
+    def extent_of(self, block: int) -> Extent | None:
+        """The extent of a block; None if the slabs have no such block, or no longer."""
         place = bisect_right(self._extents, block, key=lambda extent: extent.first) - 1
         extent = self._extents[place] if place >= 0 else None
-        if extent is None or block >= extent.first + extent.blocks or block in extent.free:
+        return None if extent is None or block >= extent.first + extent.blocks else extent
+
+    def extents(self, offsets: Container[int]) -> list[Extent]:
+        """The extents at the offsets, as far as the slabs have them."""
+        return [extent for extent in self._extents if extent.offset in offsets]
+
+    def _give_back(self, block: int) -> Extent:
+        extent = self.extent_of(block)
+        if extent is None or block in extent.free:
             raise ValueError(f"block {block} of {self.block_bytes} bytes is not taken")
         extent.free.add(block)
         return extent
