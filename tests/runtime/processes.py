@@ -22,7 +22,7 @@ SOON_S = 120
 
 
 class DeviceProcess:
-    """A device process. `state` is the last state told, `said` has the tokens told, `cached` the cached prompt tokens."""
+    """A device process. `state`: the last state told; `said`, `cached`: by stream, tokens and cached tokens."""
 
     @classmethod
     async def start(

@@ -49,7 +49,7 @@ ASKED: list[dict[str, Any]] = [
     dict(prompt=[5, 6] * 90 + [7], temperature=0, max_tokens=25),  # shares a block with the question before
     dict(prompt=[9, 10, 11] * 40, temperature=1.0, seed=7, max_tokens=30),  # crosses into its second block
     dict(prompt=[12, 13], temperature=0.7, seed=3, repetition_penalty=1.3, max_tokens=20),
-    dict(prompt=[7, 8, 9, 44, 17] * 80, temperature=0, max_tokens=8),  # its prefix has three blocks
+    dict(prompt=[7, 8, 9, 44, 17] * 80, temperature=0, max_tokens=8),  # a prefix of three blocks
 ]
 
 
