@@ -72,7 +72,7 @@ class RuntimeSettings(BaseSettings):
     load_helpers: Annotated[tuple[_Helper, ...], NoDecode, BeforeValidator(_numbers)] = ()
     host_cache: ByteSize = ByteSize(_memory() // 2)  # bound on images of models and parked requests in host memory
     # Bound on KV blocks of ended requests in the host cache: a size, or a part of the host cache; 0: none are kept.
-    prefix_cache: Annotated[ByteSize | MemoryShare, BeforeValidator(size_or_share)] = MemoryShare(25)
+    prefix_cache: Annotated[ByteSize | MemoryShare, BeforeValidator(size_or_share)] = ByteSize(0)
     prefix_ttl_s: Annotated[float, Field(gt=0)] = 900.0  # time after its last use until such a block is forgotten
     # With a GPU, the most bytes of the host cache that are registered with its driver (pinned) at a time; 0: no limit.
     cache_pinned: ByteSize = ByteSize(0)

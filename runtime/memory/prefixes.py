@@ -31,6 +31,7 @@ log = structlog.get_logger()
 COPY_WAIT_S = 60.0
 LOOK_S = 5.0  # longest time between two looks for blocks that are too old
 READERS = 4  # threads that compare checksums
+RESERVE_MOST = 64 << 20  # bytes of memory that an engine has ready for blocks to be kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,21 @@ class PrefixRuns:
         self.lost.discard(offset)
 
     def lend(self, blocks: int, block_bytes: int) -> list[Range]:
-        """Blank memory for blocks; at the bound of the node, other runtimes' runs go if theirs are the oldest."""
+        ranges = self.claim(blocks, block_bytes)
+        if not self.commit(ranges):
+            self.let(ranges)
+            for at in ranges:
+                self.release(at.start)
+            return []
+        for at in ranges:
+            self._images.pinned.take(at.start, at.bytes)
+            self.fresh.add(at.start)
+        return ranges
+
+    def claim(self, blocks: int, block_bytes: int) -> list[Range]:
+        """Blank room for blocks, pinned and without memory; [] if there is too little.
+
+        At the bound of the node, other runtimes' runs go if theirs are the oldest."""
         images = self._images
         with images.change() as index:
             self.lost.update(self._known.keys() - index.prefixes(images.life).keys())
@@ -92,28 +107,24 @@ class PrefixRuns:
             for at in ranges:
                 run = FolioRun(at.start, at.bytes, RunState.PREFIX, {images.member: 1}, life=images.life)
                 index.runs.append(run)
-        return ranges if self._have_memory(ranges) else []
+                self._known[at.start] = at.bytes
+        return ranges
 
-    def _have_memory(self, ranges: Sequence[Range]) -> bool:
-        """Get memory for new runs. False if the machine has none: the runs are given back."""
-        images = self._images
-        for at in ranges:
-            self._known[at.start] = at.bytes
+    def commit(self, ranges: Sequence[Range]) -> bool:
+        """Get memory for claimed room, which may take milliseconds; False if the machine has none."""
         try:
             for at in ranges:
-                images.cache.commit(at.start, at.bytes)
+                self._images.cache.commit(at.start, at.bytes)
         except PoolError as error:
             log.warning("prefixes.no_memory", error=str(error))
-            with images.change() as index:
-                for at in ranges:
-                    index.unpin(index.at(at.start), images.member)
-            for at in ranges:
-                self.release(at.start)
             return False
-        for at in ranges:
-            images.pinned.take(at.start, at.bytes)
-            self.fresh.add(at.start)
         return True
+
+    def let(self, ranges: Sequence[Range]) -> None:
+        """Give back the pins of claimed room, where nothing was copied yet."""
+        with self._images.change() as index:
+            for at in ranges:
+                index.unpin(index.at(at.start), self._images.member)
 
     def release(self, offset: int) -> None:
         """Give a run back; does nothing for a run that another runtime has taken."""
@@ -137,6 +148,7 @@ class PrefixSpace:
     def __init__(self, store: HostPrefixes, number: int, kv: KvRegion) -> None:
         self._store, self.number, self.kv = store, number, kv
         self.slabs = Slabs(store.runs, kv.block_bytes)
+        self.kept_most = 0  # blocks that were kept at a time
 
     def keep(self, ended: Sequence[EndedBlock], after: TransferTicket | None) -> None:
         """Begin to copy blocks to the host, in the order in which blocks are to go: the last block stays longest.
@@ -222,6 +234,7 @@ class HostPrefixes:
             wanted = list(new.values())
             if (blocks := self._room(space, len(wanted))) and (batch := self._copy(space, wanted, blocks, now, after)):
                 self._counts["kept"] += len(batch.blocks)
+                space.kept_most = max(space.kept_most, len(batch.blocks))
                 self._begin()
                 self._arriving.put(batch)
             for each in ended:
@@ -261,7 +274,7 @@ class HostPrefixes:
             ticket = None
         if ticket is None:
             self.runs.unpin(runs)
-            space.slabs.free(host)
+            _free(space, host)
             return None
         size = space.kv.block_bytes
         made = [KeptBlock(space.number, each.key, each.tenant, block, size, now, copies=1) for each, block in pairs]
@@ -342,6 +355,7 @@ class HostPrefixes:
         """Forget every block of an engine that ends."""
         with self._lock:
             self._remove(self._index.of(space.number))
+            _free(space, [])
             del self._spaces[space.number]
 
     def _begin(self) -> None:
@@ -379,6 +393,23 @@ class HostPrefixes:
             if not checksums:
                 self._remove([block for block in batch.blocks if not block.gone])
             self._over(batch.space, batch.blocks, batch.runs)
+        self._reserve(batch.space)
+
+    def _reserve(self, space: PrefixSpace) -> None:
+        """Get memory for as many blocks as were ever kept at a time: the thread of the device must not wait for it."""
+        with self._lock:
+            missing = min(space.kept_most, RESERVE_MOST // space.kv.block_bytes) - space.slabs.spare
+            if missing <= 0 or space.number not in self._spaces:
+                return
+            ranges = self.runs.claim(missing, space.kv.block_bytes)
+        there = self.runs.commit(ranges)
+        with self._lock:
+            self.runs.let(ranges)
+            if there and space.number in self._spaces:
+                space.slabs.add(ranges)
+            else:
+                for at in ranges:
+                    self.runs.release(at.start)
 
     def _over(self, space: PrefixSpace, blocks: Iterable[KeptBlock], runs: set[int]) -> None:
         """Note that a copy is over: unpin the runs, and free blocks that were forgotten meanwhile."""
@@ -388,7 +419,7 @@ class HostPrefixes:
             block.copies -= 1
             if block.gone and not block.copies:
                 free.append(block.host)
-        space.slabs.free(free)
+        _free(space, free)
 
     def expire(self) -> None:
         """Forget blocks that were not used for too long."""
@@ -404,7 +435,7 @@ class HostPrefixes:
                 free.setdefault(block.space, []).append(block.host)
         self._counts["dropped"] += len(blocks)
         for number, host in free.items():
-            self._spaces[number].slabs.free(host)
+            _free(self._spaces[number], host)
 
     def _forget_lost(self) -> None:
         """Forget the blocks of runs that other runtimes, or images of this runtime, have taken."""
@@ -419,3 +450,10 @@ class HostPrefixes:
                 space.slabs.lose(extent)
         for offset in lost:
             self.runs.forget(offset)
+
+
+def _free(space: PrefixSpace, host: Iterable[int]) -> None:
+    """Free host blocks of a space. A space without blocks keeps no memory."""
+    space.slabs.free(host)
+    if not space.slabs.taken:
+        space.slabs.give_back_empty()

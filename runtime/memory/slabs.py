@@ -78,6 +78,11 @@ class Slabs:
             if len(extent.free) == extent.blocks:
                 self._images.keep_empty(self, extent)
 
+    def give_back_empty(self) -> None:
+        """Give extents without a block back to the cache."""
+        for extent in [extent for extent in self._extents if len(extent.free) == extent.blocks]:
+            self._images.keep_empty(self, extent)
+
     def lose(self, extent: Extent) -> None:
         """Forget an empty extent: the cache takes the extent's memory back."""
         self._extents.remove(extent)
@@ -101,11 +106,15 @@ class Slabs:
 
     def _grow(self, count: int) -> bool:
         ranges = self._images.lend(count, self.block_bytes)
+        self.add(ranges)
+        return bool(ranges)
+
+    def add(self, ranges: Iterable[Range]) -> None:
+        """Add memory of the cache, in ranges as of `HostMemory.lend`."""
         for range_ in ranges:
             first, end = -(-range_.start // self.block_bytes), range_.end // self.block_bytes
             self._extents.append(Extent(range_.start, range_.bytes, first, end - first, set(range(first, end))))
         self._extents.sort(key=lambda extent: extent.first)
-        return bool(ranges)
 
 
 class HostBlockHold:
