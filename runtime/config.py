@@ -71,6 +71,9 @@ class RuntimeSettings(BaseSettings):
     # Further GPUs visible to the process, "1,2": weights come over the links of these GPUs to the host as well.
     load_helpers: Annotated[tuple[_Helper, ...], NoDecode, BeforeValidator(_numbers)] = ()
     host_cache: ByteSize = ByteSize(_memory() // 2)  # bound on images of models and parked requests in host memory
+    # Bound on KV blocks of ended requests in the host cache: a size, or a part of the host cache; 0: none are kept.
+    prefix_cache: Annotated[ByteSize | MemoryShare, BeforeValidator(size_or_share)] = ByteSize(0)
+    prefix_ttl_s: Annotated[float, Field(gt=0)] = 900.0  # time after its last use until such a block is forgotten
     # With a GPU, the most bytes of the host cache that are registered with its driver (pinned) at a time; 0: no limit.
     cache_pinned: ByteSize = ByteSize(0)
     numa_node: int = -1  # node of the host whose processors and memory are next to the GPU; -1: any
@@ -105,6 +108,13 @@ class RuntimeSettings(BaseSettings):
         """Bytes of each device's pool and 0; or 0 and the percent of the device's memory."""
         memory = self.device_memory
         return (0, memory.percent) if isinstance(memory, MemoryShare) else (int(memory), 0)
+
+    @property
+    def prefixes(self) -> tuple[int, float]:
+        """Bytes for KV blocks of ended requests, and the seconds until an unused block goes."""
+        kept = self.prefix_cache
+        size = int(self.host_cache) * kept.percent // 100 if isinstance(kept, MemoryShare) else int(kept)
+        return size, self.prefix_ttl_s
 
     @property
     def law(self) -> dict[str, float]:

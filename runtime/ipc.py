@@ -41,15 +41,17 @@ class Began(msgspec.Struct, frozen=True):
     disk_bytes: int = 0  # bound on the images on disk
     pool_percent: int = 0  # of the device's memory for the pool, in place of `pool_bytes`; 0: `pool_bytes` says it
     numa_node: int = -1  # node of the host next to the GPU; -1: any
+    prefixes: tuple[int, float] = (0, 0.0)  # bound on blocks of ended requests in the host cache, seconds they last
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]
 
     @property
-    def memory(self) -> tuple[int, int, int, tuple[int, ...], int, int, int, tuple[str, int]]:
+    def memory(self) -> tuple[int, int, int, tuple[int, ...], int, int, int, tuple[str, int], tuple[int, float]]:
         """Arguments of the builder, runtime/engine/builder.py."""
         of_host = self.host_bytes, self.host_fd, self.load_helpers, self.pinned_bytes
-        return self.pool_bytes, *of_host, self.numa_node, self.pool_percent, (self.disk_folder, self.disk_bytes)
+        disk = self.disk_folder, self.disk_bytes
+        return self.pool_bytes, *of_host, self.numa_node, self.pool_percent, disk, self.prefixes
 
     @staticmethod
     def of(argument: str) -> Began:

@@ -18,7 +18,7 @@ PERCENT_MOST = 95  # contexts and workspaces need the rest of a device's memory
 
 @dataclass(frozen=True)
 class MemoryShare:
-    """Part of a device's memory, written as 90%."""
+    """Part of a memory, a device's or the host cache, written as 90%."""
 
     percent: int
 

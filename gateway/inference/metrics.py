@@ -227,6 +227,11 @@ _OF_RUNTIMES: dict[str, Callable[[Lease], float]] = {
     "staccato_switches": lambda lease: lease.switches,
     "staccato_moves": lambda lease: lease.moved,
     "staccato_runtime_false_losses": lambda lease: lease.false_losses,
+    "staccato_prefix_bytes": lambda lease: _device_bytes(lease).prefixes.held_bytes,
+    "staccato_prefix_blocks_kept": lambda lease: _device_bytes(lease).prefixes.kept,
+    "staccato_prefix_blocks_brought": lambda lease: _device_bytes(lease).prefixes.brought,
+    "staccato_prefix_blocks_dropped": lambda lease: _device_bytes(lease).prefixes.dropped,
+    "staccato_prefix_blocks_wrong": lambda lease: _device_bytes(lease).prefixes.wrong,
 }
 
 

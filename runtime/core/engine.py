@@ -63,6 +63,7 @@ class Output(msgspec.Struct, frozen=True):
     logprobs: bytes | None = None
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     written_tokens: int = 0  # prompt tokens computed and kept in the prefix cache
+    brought_s: float = 0.0  # seconds of the step in which prefixes came back to the device; said by one output
 
 
 AHEAD = 64  # tokens: pages for the next 64 tokens of a request are kept in advance
@@ -303,7 +304,7 @@ class EngineBuilder(Protocol):
         """Return the pages in use by the pool's own count: while no page moves, the sum of the engines' `held`."""
 
     def device_bytes(self) -> DeviceBytes:
-        """Memory of the GPU outside the pool, and memory of the host registered with the GPU's driver."""
+        """Memory of the GPU outside the pool, memory registered with the GPU's driver, and kept prefixes."""
 
     def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
         """Return runs of equal pages that cover the pool from page 0 on, by the pool's own count.

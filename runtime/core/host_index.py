@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -26,10 +27,14 @@ class RunState(enum.StrEnum):
     READY = enum.auto()
     DISCARDED = enum.auto()  # still used, but no longer found by its key
     PARKED = enum.auto()
+    PREFIX = enum.auto()  # blocks of ended requests: the first to go when room is needed, unless pinned for a copy
 
 
 class FolioRun(msgspec.Struct):
-    """Run of whole folios with a single content. In any state other than READY, a run lasts while a member pins it."""
+    """Run of whole folios with a single content.
+
+    A run lasts while a member pins the run. Without a pin, a READY run lasts as well, and a PREFIX run lasts while the
+    member lives that made the run."""
 
     offset: int
     bytes: int
@@ -39,6 +44,7 @@ class FolioRun(msgspec.Struct):
     image_bytes: int = 0
     notes_bytes: int = 0
     used: int = 0  # clock of the index when a member last unpinned the run
+    life: int = 0  # of the member that made a PREFIX run
 
     @property
     def end(self) -> int:
@@ -84,19 +90,29 @@ class Index(msgspec.Struct):
     def allocate(self, fit: Fit) -> list[Range]:
         """Free the ranges that `fit` chooses and return the ranges; [] if the room does not suffice.
 
-        Unpinned images are evicted to make room, least recently used first, and only if `fit` needs their room. The
-        caller must add runs for the ranges."""
-        unused = sorted(
-            (run for run in self.runs if run.state is RunState.READY and not run.pins), key=lambda r: r.used
-        )
-        for count in range(len(unused) + 1):
+        Unpinned runs are evicted to make room, blocks of ended requests first, then images, each least recently used
+        first, and only if `fit` needs their room. The caller must add runs for the ranges."""
+        if ranges := fit(self.gaps(self.runs)):
+            return ranges
+        lasting = (run for run in self.runs if not run.pins)
+        unused = sorted(lasting, key=lambda run: (run.state is RunState.READY, run.used))
+
+        def fitted(count: int) -> list[Range]:
+            """Ranges if the first `count` unused runs go."""
             victims = {run.offset for run in unused[:count]}
-            if ranges := fit(self.gaps([run for run in self.runs if run.offset not in victims])):
-                left = [run for run in self.runs if run.offset not in victims or not run.overlaps(ranges)]
-                self.evictions += len(self.runs) - len(left)
-                self.runs = left
-                return ranges
-        return []
+            return fit(self.gaps([run for run in self.runs if run.offset not in victims]))
+
+        count = bisect_left(range(len(unused)), True, key=lambda count: bool(fitted(count)))
+        if ranges := fitted(count):
+            self._evict({run.offset for run in unused[:count]}, ranges)
+        return ranges
+
+    def _evict(self, victims: set[int], ranges: list[Range]) -> None:
+        """Remove the runs at the offsets `victims` that overlap the ranges."""
+        gone = [run for run in self.runs if run.offset in victims and run.overlaps(ranges)]
+        self.evictions += sum(run.state is RunState.READY for run in gone)
+        offsets = {run.offset for run in gone}
+        self.runs = [run for run in self.runs if run.offset not in offsets]
 
     def begin(self, member: int) -> int:
         """Begin a life of the member and return the life: a number that no member has had before."""
@@ -131,14 +147,31 @@ class Index(msgspec.Struct):
     def forget(self, members: Iterable[int]) -> None:
         for member in members:
             self.members.pop(member, None)
-            self.lives.pop(member, None)
+            life = self.lives.pop(member, 0)
             for run in self.runs:
                 if run.pins.pop(member, 0):
                     self._touch(run)
+                if run.state is RunState.PREFIX and run.life == life:
+                    run.state = RunState.DISCARDED
         self.sweep()
 
     def sweep(self) -> None:
-        self.runs = [run for run in self.runs if run.pins or run.state is RunState.READY]
+        lasting = (RunState.READY, RunState.PREFIX)
+        self.runs = [run for run in self.runs if run.pins or run.state in lasting]
+
+    def prefixes(self, life: int) -> dict[int, FolioRun]:
+        """Runs by offset that have blocks of ended requests of the member with the life."""
+        return {run.offset: run for run in self.runs if run.state is RunState.PREFIX and run.life == life}
+
+    def drop_oldest_prefix(self, spared: int) -> bool:
+        """Remove the unpinned PREFIX run used least recently; False, and nothing goes, if its member has the life
+        `spared`, or if there is no such run."""
+        unpinned = [run for run in self.runs if run.state is RunState.PREFIX and not run.pins]
+        oldest = min(unpinned, key=lambda run: run.used, default=None)
+        if oldest is None or oldest.life == spared:
+            return False
+        self.runs.remove(oldest)
+        return True
 
     def _touch(self, run: FolioRun) -> None:
         self.clock += 1

@@ -2,20 +2,30 @@
 
 A block with all pages mapped is in circulation. `num_gpu_blocks`, a field of vLLM's pool, is the number of blocks in
 circulation. Block 0, the null block, is always in circulation.
+
+Prefixes outlast the pages: full blocks of ended requests go to the host cache when their pages are given back, and come
+back before vLLM looks for the prefix of a request. A block that came back only needs its hash in vLLM's table, so
+vLLM's own look-up finds the block, and vLLM counts the tokens as cached. The hash covers the tokens, the pictures and
+the tenant's salt: no tenant finds another tenant's blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.request import Request
 
+from runtime.core.prefix_index import BringingCosts
 from runtime.engine import ranks
 from runtime.memory.kv import KvRegion
 from runtime.memory.native import CacheMemory, Direction, PoolError, TransferTicket
+from runtime.memory.prefixes import EndedBlock, PrefixSpace
 
 log = structlog.get_logger()
 
@@ -29,6 +39,7 @@ class ElasticBlockPool(BlockPool):
     _kv: KvRegion
     _used: list[int]  # for each page, number of the page's blocks in use; the null block is always in use
     _pages_in_use: int
+    _ended: dict[int, str]  # salts of blocks that ended requests have left, the block to be lost first in front
 
     @classmethod
     def take_over(cls, pool: BlockPool, kv: KvRegion) -> ElasticBlockPool:
@@ -38,6 +49,7 @@ class ElasticBlockPool(BlockPool):
         pool.__class__ = cls
         assert isinstance(pool, cls)
         pool._kv, pool._used, pool._pages_in_use = kv, [0] * kv.pages_total, 0
+        pool._ended = {}
         pool._count(pool.null_block, 1)
         return pool
 
@@ -55,6 +67,7 @@ class ElasticBlockPool(BlockPool):
         for block in (self.blocks[number] for number in blocks if number):
             assert block.ref_cnt == 0, f"block {block.block_id} is retired with {block.ref_cnt} owners"
             self._maybe_evict_cached_block(block)
+            self._ended.pop(block.block_id, None)
             self.free_block_queue.remove(block)
         self.num_gpu_blocks -= sum(1 for block in blocks if block)
 
@@ -86,10 +99,26 @@ class ElasticBlockPool(BlockPool):
         """Numbers of mapped pages without a block in use, the highest first."""
         return [page for page in sorted(self._kv.mapped, reverse=True) if not self._used[page]]
 
+    def end(self, blocks: Sequence[int], salt: str) -> None:
+        """Note that a request ends that has the blocks, in the order of its tokens, under the tenant's salt."""
+        for block in reversed(blocks):
+            self._ended.pop(block, None)
+            self._ended[block] = salt
+
+    def ended(self, blocks: Collection[int]) -> list[EndedBlock]:
+        """Those of the blocks that hold prefixes of ended requests and have no owner, in the order of going."""
+        found = []
+        for number, salt in self._ended.items():
+            block = self.blocks[number]
+            if number in blocks and block.block_hash is not None and block.ref_cnt == 0:
+                found.append(EndedBlock(number, block.block_hash, salt))
+        return found
+
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         blocks = super().get_new_blocks(num_blocks)
         for block in blocks:
             self._count(block, 1)
+            self._ended.pop(block.block_id, None)
         return blocks
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -171,3 +200,86 @@ def _wait(ticket: TransferTicket) -> None:
         ticket.wait(COPY_WAIT_S)
     except PoolError as error:
         log.warning("engine.copy_waited", error=str(error))
+
+
+class Prefix(NamedTuple):
+    """Full blocks of a request's prefix: on the device, or missing there and in the host cache."""
+
+    here: list[KVCacheBlock]
+    keys: list[bytes]  # of missing blocks
+    places: list[int]  # of missing blocks, in the request's block table
+
+
+class Prefixes:
+    """Prefixes of one engine in the host cache. The model has one group of layers, and the group forgets nothing.
+
+    `block_tokens`: tokens of a block."""
+
+    def __init__(self, pool: ElasticBlockPool, space: PrefixSpace, block_tokens: int) -> None:
+        self._pool, self._space, self._block_tokens = pool, space, block_tokens
+        self._costs = BringingCosts()
+
+    def keep(self, blocks: Sequence[int], after: TransferTicket | None) -> None:
+        """Begin to copy the prefixes in blocks without an owner to the host: the blocks are about to be retired.
+
+        `after`: a ticket that is over when the device has written the blocks."""
+        if ended := self._pool.ended(set(blocks)):
+            self._space.keep(ended, after)
+
+    def bring(self, requests: Iterable[Request]) -> float:
+        """Bring back the prefixes of requests that vLLM is about to take up, the first in front.
+
+        Returns the seconds that this took."""
+        began, free = time.monotonic(), self._pool.get_num_free_blocks()
+        for request in requests:
+            prefix = self._prefix(request)
+            free -= -(-(request.num_tokens + 1) // self._block_tokens) - sum(b.ref_cnt > 0 for b in prefix.here)
+            if free < 0:
+                break  # vLLM will not take the request up, nor any request behind
+            count = len(prefix.keys)
+            if count and self._costs.pays(count * self._block_tokens, count * self._space.kv.block_bytes):
+                self._bring(request, prefix)
+        return time.monotonic() - began
+
+    def computed(self, tokens: int, took_s: float) -> None:
+        """Learn from a step that computed `tokens` tokens in `took_s` seconds."""
+        if tokens:
+            self._costs.computed(tokens, took_s)
+
+    def close(self) -> None:
+        self._space.close()
+
+    def _prefix(self, request: Request) -> Prefix:
+        """The blocks of a prefix that the device or the host has, up to the first that neither has.
+
+        vLLM computes the last token of a prompt in any case."""
+        prefix = Prefix([], [], [])
+        if request.skip_reading_prefix_cache:
+            return prefix
+        full = (request.num_tokens - 1) // self._block_tokens
+        for place, block_hash in enumerate(request.block_hashes[:full]):
+            key = make_block_hash_with_group_id(block_hash, 0)
+            if (found := self._pool.get_cached_block(block_hash, [0])) is not None:
+                prefix.here.append(found[0])
+            elif self._space.has(key):
+                prefix.keys.append(key)
+                prefix.places.append(place)
+            else:
+                break
+        return prefix
+
+    def _bring(self, request: Request, prefix: Prefix) -> None:
+        """Bring missing blocks back, and leave the blocks as an ended request with an equal prefix would."""
+        pool, began = self._pool, time.monotonic()
+        pool.touch(prefix.here)  # else the coming blocks might take the place of blocks of the same prefix
+        coming = pool.get_new_blocks(len(prefix.keys))
+        whole = self._space.bring(prefix.keys, [block.block_id for block in coming])
+        if whole:
+            table = [pool.null_block] * (prefix.places[whole - 1] + 1)
+            for place, block in zip(prefix.places[:whole], coming[:whole], strict=True):
+                table[place] = block
+            pool.cache_full_blocks(request, table, prefix.places[0], len(table), self._block_tokens, 0)
+            pool.end([block.block_id for block in coming[:whole]], request.cache_salt or "")
+            self._costs.brought(whole * self._space.kv.block_bytes, time.monotonic() - began)
+        pool.free_blocks(reversed(coming))
+        pool.free_blocks(reversed(prefix.here))

@@ -50,7 +50,8 @@ from runtime.memory.disk import DiskCache
 from runtime.memory.images import NOTES_BYTES, HostCacheFull, Image, ImageKey, Images, Making
 from runtime.memory.lent import write_out
 from runtime.memory.native import MIXED, Backend, DevicePool, PageState
-from store.contract.device_bytes import DeviceBytes
+from runtime.memory.prefixes import HostPrefixes
+from store.contract.device_bytes import DeviceBytes, PrefixCounts
 from store.contract.views import Content, PageRun
 from store.contract.wire import EngineSpec
 from store.files import artefact
@@ -115,7 +116,9 @@ class Builder:
         pinned_bytes: most bytes of the host cache that are registered with a GPU's driver at a time; 0: no limit.
         numa_node: node of the host next to the GPU, for the threads that copy; -1: any.
         pool_percent: part of the device's memory for the pool; 0: `pool_bytes` is the size.
-        disk: folder of images on disk, and the bound on their bytes; an empty folder's name: there are none."""
+        disk: folder of images on disk, and the bound on their bytes; an empty folder's name: there are none.
+        prefixes: bound on the blocks of ended requests in the host cache, in bytes, and the seconds until an unused
+            block goes; 0 bytes: none are kept."""
 
     def __init__(
         self,
@@ -127,6 +130,7 @@ class Builder:
         numa_node: int = -1,
         pool_percent: int = 0,
         disk: tuple[str, int] = ("", 0),
+        prefixes: tuple[int, float] = (0, 0.0),
     ) -> None:
         numa.bind(numa_node)
         self.version = check_version()
@@ -139,6 +143,7 @@ class Builder:
         if backend is Backend.CUDA:
             self.images.pin_for(self.device)
         self.images.below = self._disk = DiskCache.at(*disk)
+        self.prefixes = HostPrefixes(self.images, *prefixes)
         self._image_bytes: dict[ImageKey, int] = {}  # of images that were made, or did not fit
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
         self.life, self.block_tokens = self.images.life, 0
@@ -153,11 +158,12 @@ class Builder:
         return stats.pages_mapped + stats.pages_clean
 
     def device_bytes(self) -> DeviceBytes:
+        prefixes = PrefixCounts(**self.prefixes.counts())
         if self.device.backend is Backend.HOST:
-            return DeviceBytes()
+            return DeviceBytes(prefixes=prefixes)
         (free, total), stats = self.device.memory(), self.device.stats()
         pool = stats.pages_total * stats.page_bytes
-        return DeviceBytes(total, total - free - pool, torch.cuda.memory_reserved(), stats.pinned_bytes)
+        return DeviceBytes(total, total - free - pool, torch.cuda.memory_reserved(), stats.pinned_bytes, prefixes)
 
     def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
         runs: list[PageRun] = []
@@ -173,6 +179,7 @@ class Builder:
         """Close the pool and the host cache. Close all engines first."""
         if self._disk is not None:
             self._disk.close()
+        self.prefixes.close()
         self.images.close()  # before the device, which has ranges of the cache pinned
         self.device.close()
 
@@ -304,7 +311,7 @@ class Builder:
         token = building.set(now)
         try:
             core = EngineCore(config, Executor.get_class(config), log_stats=False)
-            return VllmEngine(core, now.home, now.kv, self.images)
+            return VllmEngine(core, now.home, now.kv, self.images, self.prefixes)
         except BaseException as error:
             gc.collect()
             clean_up_after(error, now.release)

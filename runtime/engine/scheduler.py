@@ -20,11 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import structlog
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -72,9 +74,11 @@ class PooledScheduler(Scheduler):
         self._arriving: dict[str, Away] = {}
         self._behind: set[str] = set()  # requests begun elsewhere with output that the grammar has not seen yet
         self.recomputed = 0  # requests that lost the KV cache: the host had no room, or a copy failed
+        self.scheduled_tokens = 0  # by the last step
+        self._alone = False  # whether the runtime's own request runs
 
     def take_over(self, kv: KvRegion, images: Images) -> None:
-        self._kv, self._cache, self._slabs = kv, images.cache, Slabs(images, kv.block_bytes)
+        self.kv, self._cache, self._slabs = kv, images.cache, Slabs(images, kv.block_bytes)
         self.blocks = ElasticBlockPool.take_over(self.kv_cache_manager.block_pool, kv)
 
     # ── out ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -153,7 +157,7 @@ class PooledScheduler(Scheduler):
     def _transfer(
         self, device: list[int], host: list[int], direction: Direction, after: TransferTicket | None = None
     ) -> Transfer:
-        return Transfer(self._kv, self._cache, device, host, direction, after)
+        return Transfer(self.kv, self._cache, device, host, direction, after)
 
     def _device_blocks(self, away: Away) -> list[int]:
         """Blocks of the device that matter, in the order of the blocks on the host."""
@@ -371,10 +375,11 @@ class PooledScheduler(Scheduler):
         held, waiting = list(self.kv_holding_waiting), list(self.waiting)
         self.kv_holding_waiting.remove_requests(held)
         self.waiting.remove_requests(waiting)
-        self._pause_state = PauseState.UNPAUSED
+        self._pause_state, self._alone = PauseState.UNPAUSED, True
         try:
             yield
         finally:
+            self._alone = False
             for request in held:
                 self.kv_holding_waiting.add_request(request)
             for request in waiting:
@@ -407,6 +412,24 @@ class PooledScheduler(Scheduler):
         assert self.all_out()
 
     # ── asked by vLLM ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
+        self.scheduled_tokens = output.total_num_scheduled_tokens
+        return output
+
+    def new_requests(self) -> list[Request]:
+        """Waiting requests that the next step may take up, the first in front, with nothing computed yet."""
+        if self._pause_state != PauseState.UNPAUSED:
+            return []
+        places = self.max_num_active_reqs - len(self.running) - len(self.kv_holding_waiting)
+        return [request for request in islice(self.waiting, max(0, places)) if not request.num_computed_tokens]
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if not self._alone and self.groups.plain:
+            (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
+            self.blocks.end(blocks, request.cache_salt or "")
+        return super()._free_request(request, *args, **kwargs)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """End requests. A request's blocks, on device and host, become free only when no copy uses the blocks.

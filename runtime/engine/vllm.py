@@ -10,6 +10,7 @@ is never called, for `shutdown` destroys the process groups of every core. `clos
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,6 +18,7 @@ from typing import cast
 
 import structlog
 import torch
+from msgspec import structs
 from pydantic import ValidationError
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -29,6 +31,7 @@ from vllm.v1.worker.utils import AttentionGroup, clear_layer_kv_caches
 from runtime.core.device.request import RequestId
 from runtime.core.engine import AHEAD, BadRequest, EngineError, Held, ImageLost, Output, WeightSource
 from runtime.engine import golden, ranks
+from runtime.engine.blocks import Prefixes
 from runtime.engine.golden import Golden
 from runtime.engine.grammars import GrammarReader
 from runtime.engine.moving import MovingScheduler
@@ -39,6 +42,7 @@ from runtime.memory.images import Image, ImageKey, Images
 from runtime.memory.kv import KvRegion
 from runtime.memory.lent import lend, take_back
 from runtime.memory.native import Backend, PoolError, TransferTicket
+from runtime.memory.prefixes import HostPrefixes
 from runtime.memory.weights import Weights
 from store.contract.wire import Departure, Finish, KvForm
 from store.telemetry.observe import place_of
@@ -54,7 +58,7 @@ CHAIN_LINK_MOST = 400  # characters of each error in the log
 class VllmEngine:
     """The engine of one model (runtime/core/engine.py `Engine`): an EngineCore, weights and KV cache."""
 
-    def __init__(self, core: EngineCore, home: Home, kv: KvRegion, images: Images) -> None:
+    def __init__(self, core: EngineCore, home: Home, kv: KvRegion, images: Images, kept: HostPrefixes) -> None:
         assert isinstance(core.scheduler, MovingScheduler)
         self._core, self._scheduler = core, core.scheduler
         self._images, self._worker = images, core.model_executor.driver_worker.worker
@@ -63,6 +67,7 @@ class VllmEngine:
         self.weights = Weights(home.reservation, home.used, images.cache)
         self._scheduler.take_over(kv, images)
         self._blocks = self._scheduler.blocks
+        self._kept_prefixes, self._prefixes = kept, cast(Prefixes | None, None)
         self._golden = Golden([], [])
         self._golden_blocks = self._scheduler.groups.admission(golden.PROMPT + golden.TOKENS)
         self.sequential, self.source = False, WeightSource.FILES
@@ -135,9 +140,16 @@ class VllmEngine:
 
     def step(self) -> list[Output]:
         self._scheduler.prepare()
+        brought_s = self._prefixes.bring(self._scheduler.new_requests()) if self._prefixes is not None else 0.0
+        began = time.monotonic()
         outputs, executed = self._core.step()
         self._core.post_step(executed)
-        return [self._output(output) for made in outputs.values() for output in made.outputs]
+        if self._prefixes is not None:
+            self._prefixes.computed(self._scheduler.scheduled_tokens, time.monotonic() - began)
+        said = [self._output(output) for made in outputs.values() for output in made.outputs]
+        if said and brought_s:
+            said[0] = structs.replace(said[0], brought_s=brought_s)
+        return said
 
     # ── requests that move ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -276,7 +288,10 @@ class VllmEngine:
             self._blocks.open(self.kv.map(pages))
 
     def _give_back(self, pages: list[int]) -> None:
-        self._blocks.retire(self.kv.blocks_on(pages))
+        blocks = self.kv.blocks_on(pages)
+        if self._prefixes is not None:
+            self._prefixes.keep(blocks, self._written())
+        self._blocks.retire(blocks)
         self.kv.unmap(pages, self._written())
 
     def _written(self) -> TransferTicket | None:
@@ -301,6 +316,11 @@ class VllmEngine:
             log.warning("engine.strays", blocks=len(left), bytes=sum(left.values()), largest=next(iter(left.values())))
         if sequential:
             self.sequential, self._scheduler.max_num_active_reqs = True, 1
+        # With several groups, or layers that forget, a prefix needs matching blocks of every group, and the groups lose
+        # blocks at different times. On several devices the ranks would have to agree on each block.
+        elif self._kept_prefixes.most_bytes and self._scheduler.groups.plain and ranks.size() == 1:
+            space = self._kept_prefixes.space(self.kv)
+            self._prefixes = Prefixes(self._blocks, space, self._scheduler.block_size)
 
     def check(self) -> str | None:
         image = self.weights.image
@@ -455,6 +475,8 @@ class VllmEngine:
         """Take this core apart, and leave other cores alone: `EngineCore.shutdown` would end the shared groups."""
         self._scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         self._scheduler.wait_all_out()
+        if self._prefixes is not None:
+            self._prefixes.close()
         core, self._core = self._core, None  # type: ignore[assignment]
         core.structured_output_manager.clear_backend()
         core.scheduler.shutdown()
@@ -465,7 +487,7 @@ class VllmEngine:
         for module in self._model.modules():  # torch keeps a tied weight, and the weight's loader keeps packed weights
             vars(module).pop("cpu_linear", None)
         self.home.runner_tensors = list  # the function holds the worker, and thus the model
-        del module, core, self._scheduler, self._blocks, self._worker, self._model, self._grammars
+        del module, core, self._scheduler, self._blocks, self._worker, self._model, self._grammars, self._prefixes
         gc.collect()  # the core is a cycle of objects; see `freeze_heap` in builder.py
         self.kv.reservation.release()
         self.weights.close()

@@ -1,10 +1,11 @@
 """The host cache of model images: shared by a node's runtimes, each image made once, least recently used evicted.
 
 An image is the weights of a model after the engine's post-processing: a run of bytes, laid out as in the engine's
-reservation. All runtimes map one file of bounded size; the file also takes the KV blocks of parked requests.
+reservation. All runtimes map one file of bounded size; the file also takes the KV blocks of parked requests and of
+ended requests (runtime/memory/prefixes.py).
 
     index, 2 MiB: magic, version, number of the valid copy, copy 0, copy 1
-    runs of whole folios: image, then notes on the image │ parked blocks of one runtime │ free
+    runs of whole folios: image, then notes on the image │ blocks of one runtime, parked or of ended requests │ free
 
 The index is read and written whole, under a lock between processes. A change writes the invalid copy, then a byte that
 makes the copy valid: a process killed at any moment leaves a whole index. While a runtime lives, the runtime holds the
@@ -53,7 +54,7 @@ MAKING_S = 600.0
 POLL_S = 0.02
 
 _MAGIC = struct.Struct("<8sI")
-_MAGIC_VALUE, _BLANK = (b"staccato", 2), (bytes(8), 0)
+_MAGIC_VALUE, _BLANK = (b"staccato", 3), (bytes(8), 0)
 _TURN_AT = _MAGIC.size
 _COPIES_AT = (4096, 4096 + (INDEX_BYTES - 4096) // 2)
 _LENGTH = struct.Struct("<I")
@@ -107,12 +108,15 @@ class ImageKey:
 
 @dataclass(frozen=True, slots=True)
 class HostCacheStats:
-    """Use of the host cache by all runtimes of a node. total = images + parked + free; pinned images are images too."""
+    """Use of the host cache by all runtimes of a node.
+
+    total = images + parked + prefixes + free; pinned images are images too."""
 
     total_bytes: int
     image_bytes: int
     pinned_bytes: int
     parked_bytes: int
+    prefix_bytes: int
     free_bytes: int
     images: int
     hits: int
@@ -142,15 +146,15 @@ class Images:
         self.below: ImageTier | None = None
         self._kept_bytes = kept_bytes  # most memory for parked blocks kept while empty
         self._empty: dict[int, tuple[Slabs, Extent]] = {}  # empty extents by offset, the longest empty first
-        self._pinned = NothingPinned()
+        self.pinned = NothingPinned()
         self._locks = IndexLocks(cache.fd)
         self._view = cache.view(0, INDEX_BYTES)
         self._closed = False
-        self._member = next(member for member in range(1 << 16) if self._locks.take(MEMBER_LOCKS + member))
-        with self._change() as index:
-            index.forget([self._member])  # pins of a dead runtime with equal number
-            index.members[self._member] = os.getpid()
-            self.life = index.begin(self._member)
+        self.member = next(member for member in range(1 << 16) if self._locks.take(MEMBER_LOCKS + member))
+        with self.change() as index:
+            index.forget([self.member])  # pins of a dead runtime with equal number
+            index.members[self.member] = os.getpid()
+            self.life = index.begin(self.member)
 
     @classmethod
     def create(cls, cache_bytes: int, kept_bytes: int = 0) -> Images:
@@ -193,23 +197,23 @@ class Images:
 
     def pin_for(self, device: DevicePool) -> None:
         """Register with the driver of a GPU whatever this runtime holds from now on; call before anything is held."""
-        self._pinned = PinnedRuns(self.cache, device)
+        self.pinned = PinnedRuns(self.cache, device)
 
     def find(self, key: ImageKey) -> Image | None:
         """The image with a key, pinned until released; None if the cache has no finished image."""
-        with self._change() as index:
+        with self.change() as index:
             run = index.image(str(key))
             if run is None or run.state is not RunState.READY:
                 index.misses += 1
                 return None
             index.hits += 1
-            index.pin(run, self._member)
-        self._pinned.take(run.offset, run.bytes)
+            index.pin(run, self.member)
+        self.pinned.take(run.offset, run.bytes)
         return self._image(run)
 
     def state(self, key: ImageKey) -> RunState | None:
         """State of the image with a key; None: the cache has no such image. The state may change at any time."""
-        with self._change() as index:
+        with self.change() as index:
             run = index.image(str(key))
             return None if run is None else run.state
 
@@ -231,12 +235,12 @@ class Images:
                 "decides its layout is missing in its key"
             )
         if run.state is RunState.READY:
-            self._pinned.take(run.offset, run.bytes)
+            self.pinned.take(run.offset, run.bytes)
             return self._image(run)
         try:
             if commit:
                 self.cache.commit(run.offset, run.bytes)
-            self._pinned.take(run.offset, run.bytes)
+            self.pinned.take(run.offset, run.bytes)
         except BaseException:
             self._give_back(run.offset)
             raise
@@ -248,7 +252,7 @@ class Images:
         False if no image was found."""
         if self.below is not None:
             self.below.discard(key)
-        with self._change() as index:
+        with self.change() as index:
             run = index.image(str(key))
             if run is None or run.state is not RunState.READY:
                 return False
@@ -259,7 +263,7 @@ class Images:
     def check_room(self, image_bytes: int) -> None:
         """Raises HostCacheFull if an image of the size could not be made now, even if unused images were evicted."""
         size = whole_folios(image_bytes + NOTES_BYTES)
-        with self._change() as index:
+        with self.change() as index:
             if not best_fit(index.gaps([run for run in index.runs if run.pins]), size):
                 raise HostCacheFull(size, index)
 
@@ -267,27 +271,28 @@ class Images:
         """Pin blocks parked by the member with the life `life`, until the hold is released, even if the member dies.
 
         Returns None if the member is dead, or did not park every block: the blocks may belong to any runtime then."""
-        with self._change() as index:
+        with self.change() as index:
             runs = index.parked([(block * block_bytes, (block + 1) * block_bytes) for block in blocks], life)
             if runs is None:
                 return None
             for run in runs:
-                index.pin(run, self._member)
+                index.pin(run, self.member)
         for run in runs:
-            self._pinned.take(run.offset, run.bytes)
+            self.pinned.take(run.offset, run.bytes)
         return HostBlockHold(self, [run.offset for run in runs])
 
     def stats(self) -> HostCacheStats:
-        with self._change() as index:
-            images = [run for run in index.runs if run.state is not RunState.PARKED]
-            total, parked = index.end - INDEX_BYTES, index.bytes_of(RunState.PARKED)
-            stored = sum(run.bytes for run in images)
+        with self.change() as index:
+            images = [run for run in index.runs if run.state not in (RunState.PARKED, RunState.PREFIX)]
+            parked, prefixes = index.bytes_of(RunState.PARKED), index.bytes_of(RunState.PREFIX)
+            total, stored = index.end - INDEX_BYTES, sum(run.bytes for run in images)
             return HostCacheStats(
                 total_bytes=total,
                 image_bytes=stored,
                 pinned_bytes=sum(run.bytes for run in images if run.pins),
                 parked_bytes=parked,
-                free_bytes=total - stored - parked,
+                prefix_bytes=prefixes,
+                free_bytes=total - stored - parked - prefixes,
                 images=len(images),
                 hits=index.hits,
                 misses=index.misses,
@@ -299,9 +304,9 @@ class Images:
 
         Touching a view of the cache afterwards ends the process."""
         self._closed = True
-        self._pinned.close()
-        with self._change() as index:
-            index.forget([self._member])
+        self.pinned.close()
+        with self.change() as index:
+            index.forget([self.member])
         self._locks.close()
         self.cache.close()
 
@@ -316,7 +321,7 @@ class Images:
         try:
             return self._claim(key, image_bytes, deadline)
         except HostCacheFull:
-            if not self._pinned.settle():
+            if not self.pinned.settle():
                 raise
             return self._claim(key, image_bytes, deadline)
 
@@ -325,7 +330,7 @@ class Images:
 
         Returns None while another runtime makes the image. Raises HostCacheFull, and ImageBusy after `deadline`."""
         size = whole_folios(image_bytes + NOTES_BYTES)
-        with self._change() as index:
+        with self.change() as index:
             run = index.image(key)
             if run and run.state is RunState.MAKING:
                 if time.monotonic() < deadline:
@@ -343,7 +348,7 @@ class Images:
                     raise HostCacheFull(size, index)
                 run = FolioRun(ranges[0].start, size, RunState.MAKING, {}, key, image_bytes)
                 index.runs.append(run)
-            index.pin(run, self._member)
+            index.pin(run, self.member)
             return run
 
     def _seal(self, run: FolioRun, meta: bytes) -> Image:
@@ -352,41 +357,41 @@ class Images:
         checksums = [zlib.crc32(self.cache.view(*sample)) for sample in _samples(run.offset, run.image_bytes)]
         notes = msgspec.msgpack.encode(Notes(checksums, meta))
         self.cache.view(_notes_at(run), len(notes))[:] = notes
-        with self._change() as index:
+        with self.change() as index:
             run = index.at(run.offset)
             run.state, run.notes_bytes = RunState.READY, len(notes)
         return self._image(run)
 
     def release(self, offset: int) -> None:
         if not self._closed:
-            self._pinned.leave(offset, partial(self._give_back, offset))
+            self.pinned.leave(offset, partial(self._give_back, offset))
 
     def _give_back(self, offset: int) -> None:
         if self._closed:  # `close` dropped all pins
             return
-        with self._change() as index:
-            index.unpin(index.at(offset), self._member)
+        with self.change() as index:
+            index.unpin(index.at(offset), self.member)
 
     def lend(self, blocks: int, block_bytes: int) -> list[Range]:
         """Allocate memory for `blocks` blocks, in one range or several; returns [] if there is too little memory."""
         ranges = self._lend(blocks, block_bytes)
-        if not ranges and self._pinned.settle():
+        if not ranges and self.pinned.settle():
             ranges = self._lend(blocks, block_bytes)
         return ranges
 
     def _lend(self, blocks: int, block_bytes: int) -> list[Range]:
-        with self._change() as index:
+        with self.change() as index:
             ranges = index.allocate(lambda gaps: fit_blocks(gaps, blocks, block_bytes))
             if not ranges and self._drop_empty(index):
                 ranges = index.allocate(lambda gaps: fit_blocks(gaps, blocks, block_bytes))
             if len(index.runs) + len(ranges) > RUNS_MOST:
                 return []
-            index.runs += [FolioRun(r.start, r.bytes, RunState.PARKED, {self._member: 1}) for r in ranges]
+            index.runs += [FolioRun(r.start, r.bytes, RunState.PARKED, {self.member: 1}) for r in ranges]
         held: list[Range] = []
         try:
             for range_ in ranges:
                 self.cache.commit(range_.start, range_.bytes)
-                self._pinned.take(range_.start, range_.bytes)
+                self.pinned.take(range_.start, range_.bytes)
                 held.append(range_)
         except BaseException as error:
             for range_ in ranges:
@@ -412,19 +417,19 @@ class Images:
         empty, self._empty = self._empty, {}
         for slabs, extent in empty.values():
             slabs.lose(extent)
-            self._pinned.leave_now(extent.offset)
-            index.unpin(index.at(extent.offset), self._member)
+            self.pinned.leave_now(extent.offset)
+            index.unpin(index.at(extent.offset), self.member)
         return bool(empty)
 
     @contextlib.contextmanager
-    def _change(self) -> Iterator[Index]:
+    def change(self) -> Iterator[Index]:
         """The index, locked. On leaving without an error, the index is written, and memory of removed runs given back.
 
         Also drops the members that have died."""
         with self._locks.index():
             index = _read_index(self._view)
             before = index.runs
-            index.forget([m for m in index.members if m != self._member and not self._locks.taken(MEMBER_LOCKS + m)])
+            index.forget([m for m in index.members if m != self.member and not self._locks.taken(MEMBER_LOCKS + m)])
             yield index
             _write_index(self._view, index)
             kept = {id(run) for run in index.runs}

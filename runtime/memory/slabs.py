@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,9 +53,14 @@ class Slabs:
         """Number of blocks in use."""
         return sum(extent.blocks - len(extent.free) for extent in self._extents)
 
+    @property
+    def spare(self) -> int:
+        """Number of blocks with memory that are not in use."""
+        return sum(len(extent.free) for extent in self._extents)
+
     def take(self, count: int) -> list[int] | None:
         """Allocate `count` blocks, neighbours if possible. Returns their numbers; None if there is too little room."""
-        missing = count - sum(len(extent.free) for extent in self._extents)
+        missing = count - self.spare
         if missing > 0 and not self._grow(missing):
             return None
         taken: list[int] = []
@@ -73,25 +78,43 @@ class Slabs:
             if len(extent.free) == extent.blocks:
                 self._images.keep_empty(self, extent)
 
+    def give_back_empty(self) -> None:
+        """Give extents without a block back to the cache."""
+        for extent in [extent for extent in self._extents if len(extent.free) == extent.blocks]:
+            self._images.keep_empty(self, extent)
+
     def lose(self, extent: Extent) -> None:
         """Forget an empty extent: the cache takes the extent's memory back."""
         self._extents.remove(extent)
 
-    def _give_back(self, block: int) -> Extent:
+    def extent_of(self, block: int) -> Extent | None:
+        """The extent of a block; None if the slabs have no such block, or no longer."""
         place = bisect_right(self._extents, block, key=lambda extent: extent.first) - 1
         extent = self._extents[place] if place >= 0 else None
-        if extent is None or block >= extent.first + extent.blocks or block in extent.free:
+        return None if extent is None or block >= extent.first + extent.blocks else extent
+
+    def extents(self, offsets: Container[int]) -> list[Extent]:
+        """The extents at the offsets, as far as the slabs have them."""
+        return [extent for extent in self._extents if extent.offset in offsets]
+
+    def _give_back(self, block: int) -> Extent:
+        extent = self.extent_of(block)
+        if extent is None or block in extent.free:
             raise ValueError(f"block {block} of {self.block_bytes} bytes is not taken")
         extent.free.add(block)
         return extent
 
     def _grow(self, count: int) -> bool:
         ranges = self._images.lend(count, self.block_bytes)
+        self.add(ranges)
+        return bool(ranges)
+
+    def add(self, ranges: Iterable[Range]) -> None:
+        """Add memory of the cache, in ranges as of `HostMemory.lend`."""
         for range_ in ranges:
             first, end = -(-range_.start // self.block_bytes), range_.end // self.block_bytes
             self._extents.append(Extent(range_.start, range_.bytes, first, end - first, set(range(first, end))))
         self._extents.sort(key=lambda extent: extent.first)
-        return bool(ranges)
 
 
 class HostBlockHold:

@@ -82,6 +82,7 @@ class DeviceChild:
             disk_folder=disk_folder(settings),
             disk_bytes=int(settings.disk_cache),
             numa_node=settings.numa_node,
+            prefixes=settings.prefixes,
         )
         fds = [fd, self._host_cache, self._stepping_fd]
         return await _started(self._command, began.arguments(), settings, fds, self._forks)

@@ -16,6 +16,7 @@ from runtime.node.own import OwnState
 from runtime.node.serving import ModelServing
 from store.bus import Bus, BusError
 from store.contract import wire
+from store.contract.device_bytes import DeviceBytes
 from store.contract.leases import LeaseParts
 
 LEASE_PERIOD_S = 1.0
@@ -85,7 +86,7 @@ class LeaseKeeper:
             page_bytes=state.page_bytes,
             pages_total=state.pages_total,
             pages_used=state.pages_used,
-            device_bytes=state.device_bytes if state.device_bytes.total else UNSET,
+            device_bytes=state.device_bytes if state.device_bytes != DeviceBytes() else UNSET,
             block_tokens=state.block_tokens,
             models=self._models(),
             attainment=state.attainment,

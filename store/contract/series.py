@@ -144,6 +144,11 @@ METRICS: dict[str, Metric] = {
             "from",
         ),
         _counter("staccato_moves", "Running requests that went on at another runtime.", "runtime"),
+        _gauge("staccato_prefix_bytes", "Bytes of ended requests' KV blocks in the host cache.", "runtime"),
+        _counter("staccato_prefix_blocks_kept", "KV blocks of ended requests copied to the host cache.", "runtime"),
+        _counter("staccato_prefix_blocks_brought", "Of these, copied back for a later prompt.", "runtime"),
+        _counter("staccato_prefix_blocks_dropped", "Of these, given up for room or for age.", "runtime"),
+        _counter("staccato_prefix_blocks_wrong", "Of these, found changed and computed again.", "runtime"),
         _counter("staccato_runtime_false_losses", "Gateways that it took for dead and heard again.", "runtime"),
         _counter(
             "staccato_slo",

@@ -22,11 +22,11 @@ SOON_S = 120
 
 
 class DeviceProcess:
-    """A device process. `state` is the last state told, `said` has the tokens told."""
+    """A device process. `state`: the last state told; `said`, `cached`: by stream, tokens and cached tokens."""
 
     @classmethod
     async def start(
-        cls, pool_bytes: int, host_bytes: int, tensor_parallel: int = 1, **more: str | int
+        cls, pool_bytes: int, host_bytes: int, tensor_parallel: int = 1, **more: str | int | tuple[int, float]
     ) -> DeviceProcess:
         """Start the process. `more`: further settings of runtime/ipc.Began."""
         self = cls()
@@ -47,6 +47,7 @@ class DeviceProcess:
         self.end = await ipc.NodeEnd.open(ours)
         self.state = ipc.State()
         self.said: dict[int, list[int]] = {}
+        self.cached: dict[int, int] = {}
         self.ended: dict[int, tuple[Finish, str]] = {}
         self._streams = 0
         self._news = asyncio.Condition()
@@ -66,6 +67,7 @@ class DeviceProcess:
             case ipc.Made(deltas):
                 for delta in deltas["g"]:
                     self.said[delta.stream] += delta.tokens
+                    self.cached[delta.stream] = self.cached.get(delta.stream, 0) + delta.cached_tokens
                     if delta.finish is not None:
                         self.ended[delta.stream] = (delta.finish, delta.error)
 

@@ -151,7 +151,8 @@ class Model:
                 (request.to_compute, cached.get(id, 0)) for id, request in running.items() if not request.computed
             ]
             context = queues.context - sum([tokens for tokens, _ in prompts])
-            self.costs.observe_prefill(prompts, len(running) - len(prompts), context, step_s)
+            computed_s = step_s - sum([output.brought_s for output in outputs])
+            self.costs.observe_prefill(prompts, len(running) - len(prompts), context, computed_s)
 
     # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

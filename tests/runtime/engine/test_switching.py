@@ -25,6 +25,7 @@ from tests.runtime.hybrids import write_hybrid
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
 PAGE = 2 << 20
 POOL_PAGES, HOST_BYTES = 9, 256 << 20
+PREFIX_BYTES, TTL_S = 4 << 20, 600.0  # room for the prefixes of one model, or two
 EXAMPLES, EXAMPLES_LONG, SWITCHES = 3, 8, 130  # in total 390 switches, 1,040 in the long form
 OPEN_MOST = 6  # requests per model
 MADE = 10  # tokens until the first block of each equal request is full
@@ -48,6 +49,7 @@ ASKED: list[dict[str, Any]] = [
     dict(prompt=[5, 6] * 90 + [7], temperature=0, max_tokens=25),  # shares a block with the question before
     dict(prompt=[9, 10, 11] * 40, temperature=1.0, seed=7, max_tokens=30),  # crosses into its second block
     dict(prompt=[12, 13], temperature=0.7, seed=3, repetition_penalty=1.3, max_tokens=20),
+    dict(prompt=[7, 8, 9, 44, 17] * 80, temperature=0, max_tokens=8),  # a prefix of three blocks
 ]
 
 
@@ -58,7 +60,7 @@ class World:
         from runtime.engine.builder import Builder
         from runtime.engine.vllm import VllmEngine
 
-        self.build = Builder(POOL_PAGES * PAGE, HOST_BYTES)
+        self.build = Builder(POOL_PAGES * PAGE, HOST_BYTES, prefixes=(PREFIX_BYTES, TTL_S))
         self.engines: dict[str, VllmEngine] = {}
         self.answers: dict[tuple[str, int], list[int]] = {}
         for name in MODELS:
@@ -255,6 +257,8 @@ def switch_about(world: World, seed: int) -> None:
     assert world.build.pages_used() == 0
     assert sum(engine._scheduler.recomputed for engine in world.engines.values()) == 0
     assert sum(engine._scheduler._slabs.taken for engine in world.engines.values()) == 0
+    prefixes = world.build.device_bytes().prefixes
+    assert prefixes.brought and prefixes.dropped and not prefixes.wrong, prefixes
 
 
 def until_free(world: World, engine: Engine) -> None:

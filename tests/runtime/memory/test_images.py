@@ -465,14 +465,14 @@ def test_a_runtime_that_stops_in_the_middle_of_a_change_is_not_waited_for_withou
     images: Images, other: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runtime.memory.locks.LOCK_S", 0.0)
-    with other._change(), pytest.raises(HostCacheStuck, match="let that runtime go on or end it"):
+    with other.change(), pytest.raises(HostCacheStuck, match="let that runtime go on or end it"):
         images.stats()
     assert images.stats().images == 0
 
 
 def test_what_fails_in_the_middle_of_a_change_changes_nothing(images: Images, other: Images) -> None:
     put(images, "a", MIB).release()
-    with pytest.raises(ZeroDivisionError), other._change() as index:
+    with pytest.raises(ZeroDivisionError), other.change() as index:
         index.runs.clear()
         _ = 1 // 0
     assert there(images, "a")

@@ -215,7 +215,7 @@ class AnyOrder(RuleBasedStateMachine):
         return [offset for offset, _ in self.ready.values() if offset not in held]
 
     def runs(self) -> list[FolioRun]:
-        with self.runtimes[0]._change() as index:
+        with self.runtimes[0].change() as index:
             return list(index.runs)
 
     def block(self, runtime: int, shape: int, block: int) -> memoryview:

@@ -1,0 +1,207 @@
+"""Prefixes of ended requests outlast the device's pages: conversations on real engines that sleep between turns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from runtime.core.device.request import RequestId
+from tests.runtime.engines import asleep, awake, drive, payload, spec
+
+if TYPE_CHECKING:
+    from runtime.core.prefix_index import KeptBlock
+    from runtime.engine.builder import Builder
+    from runtime.engine.vllm import VllmEngine
+
+POOL_BYTES, HOST_BYTES, KEPT_BYTES = 128 << 20, 512 << 20, 128 << 20
+PAGES = 8
+TTL_S = 600.0
+
+
+@pytest.fixture(scope="module")
+def build() -> Iterator[Builder]:
+    from runtime.engine.builder import Builder
+
+    build = Builder(POOL_BYTES, HOST_BYTES, prefixes=(KEPT_BYTES, TTL_S))
+    yield build
+    build.close()
+
+
+@pytest.fixture
+def engine(build: Builder, random_models: dict[str, Path]) -> Iterator[VllmEngine]:
+    engine = build(spec(random_models["llama"], 1024))
+    yield engine
+    engine.close()
+
+
+@dataclass
+class Conversation:
+    """A tenant's conversation with a model: each turn's prompt is everything before, and some words more."""
+
+    seed: int
+    salt: str = "tenant-1"
+    words: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached: list[int] = field(default_factory=list)  # prompt tokens of each turn that were not computed
+    said: list[list[int]] = field(default_factory=list)
+
+    def turn(self, engine: VllmEngine, words: int = 150) -> None:
+        rng = random.Random(f"{self.seed} {len(self.said)}")
+        self.words += [rng.randrange(3, 500) for _ in range(words)]
+        id = RequestId(f"{self.seed}-{self.salt}-{len(self.said)}")
+        asked = payload(self.words, self.salt, temperature=0, max_tokens=12, ignore_eos=True)
+        engine.add(id, asked)
+        outputs = drive({"": engine}, random.Random(0))[id]
+        self.prompt_tokens += len(self.words)
+        self.cached.append(sum(output.cached_tokens for output in outputs))
+        self.said.append([token for output in outputs for token in output.tokens])
+        self.words += self.said[-1]
+
+
+def test_a_conversation_finds_its_prefix_after_its_model_slept_without_a_page(
+    build: Builder, engine: VllmEngine
+) -> None:
+    sleeping, awake_all_along = Conversation(1), Conversation(1, "tenant-2")
+    awake(engine, PAGES)
+    for _ in range(4):
+        awake_all_along.turn(engine)
+    for _ in range(4):
+        nap(build, engine)
+        sleeping.turn(engine)
+    assert sleeping.said == awake_all_along.said
+    assert sleeping.cached == awake_all_along.cached and sum(sleeping.cached) > 0
+    asleep(engine)
+    assert engine.held().kv == engine.held().weights == 0
+
+
+def test_a_foreign_tenants_equal_prompt_finds_nothing(build: Builder, engine: VllmEngine) -> None:
+    own, foreign = Conversation(2), Conversation(2, "tenant-2")
+    own.turn(awake(engine, PAGES), 400)
+    nap(build, engine)
+    foreign.turn(engine, 400)
+    assert foreign.cached == [0] and foreign.said == own.said
+    again = Conversation(2)
+    again.turn(engine, 400)
+    assert again.cached == [384] and again.said == own.said
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_block_with_a_flipped_byte_is_computed_and_never_served(
+    build: Builder, engine: VllmEngine, changed: int
+) -> None:
+    first, again = Conversation(3), Conversation(3)
+    first.turn(awake(engine, PAGES), 400)
+    asleep(engine)
+    build.prefixes.settle()
+    wrong = build.device_bytes().prefixes.wrong
+    block = kept(build, engine)[changed]
+    build.images.cache.view(block.host * block.bytes, block.bytes)[block.bytes // 3] ^= 1
+    again.turn(awake(engine, PAGES), 400)
+    assert build.device_bytes().prefixes.wrong == wrong + 1
+    assert again.cached == [128 * changed] and again.said == first.said
+    nap(build, engine)
+    once_more = Conversation(3)
+    once_more.turn(engine, 400)
+    assert once_more.cached == [384], "the block computed again was kept in place of the changed block"
+
+
+def test_blocks_of_shrunken_caches_are_kept_as_well(build: Builder, engine: VllmEngine) -> None:
+    first, again = Conversation(4), Conversation(4)
+    first.turn(awake(engine, PAGES), 400)
+    engine.shrink(PAGES)
+    engine.grow(PAGES)
+    build.prefixes.settle()
+    again.turn(engine, 400)
+    assert again.cached == [384] and again.said == first.said
+
+
+def test_the_golden_question_leaves_no_block(build: Builder, engine: VllmEngine) -> None:
+    before = build.device_bytes().prefixes
+    awake(engine, PAGES)
+    assert engine.check() is None
+    nap(build, engine)
+    assert engine.check() is None
+    assert build.device_bytes().prefixes == before
+
+
+def test_a_parked_request_comes_back_beside_a_kept_prefix(build: Builder, engine: VllmEngine) -> None:
+    """The parked request's own blocks are copied once, as a parked request's."""
+    first, again = Conversation(5), Conversation(5)
+    first.turn(awake(engine, PAGES), 400)
+    kept_before = build.device_bytes().prefixes.kept
+    rng = random.Random(5)
+    asked = [rng.randrange(3, 500) for _ in range(300)]
+    engine.add(RequestId("runs"), payload(asked, "tenant-1", temperature=0, max_tokens=20, ignore_eos=True))
+    made = [engine.step()[0].tokens[0] for _ in range(5)]
+    nap(build, engine)
+    assert build.device_bytes().prefixes.kept == kept_before + 3
+    again.turn(engine, 400)
+    assert again.cached == [384] and again.said == first.said
+    lone = Conversation(5, "tenant-3", words=asked)
+    lone.turn(engine, 0)
+    assert lone.said[0][:5] == made and not engine.busy()
+
+
+def test_an_engine_that_is_closed_leaves_no_block(build: Builder, random_models: dict[str, Path]) -> None:
+    engine = build(spec(random_models["qwen3"], 1024))
+    Conversation(6).turn(awake(engine, PAGES), 400)
+    asleep(engine)
+    assert build.device_bytes().prefixes.held_bytes == 3 * engine.kv.block_bytes
+    engine.close()
+    build.prefixes.settle()
+    assert build.device_bytes().prefixes.held_bytes == 0 == build.images.stats().prefix_bytes
+
+
+def test_a_builder_without_room_for_prefixes_keeps_none(random_models: dict[str, Path]) -> None:
+    from runtime.engine.builder import Builder
+
+    build = Builder(POOL_BYTES, HOST_BYTES)
+    engine = build(spec(random_models["llama"], 1024))
+    first, again = Conversation(7), Conversation(7)
+    first.turn(awake(engine, PAGES), 400)
+    nap(build, engine)
+    again.turn(engine, 400)
+    assert again.cached == [0] and again.said == first.said
+    assert build.images.stats().prefix_bytes == 0
+    engine.close()
+    build.close()
+
+
+def test_at_the_bound_the_oldest_conversation_loses_its_tail(random_models: dict[str, Path]) -> None:
+    from runtime.engine.builder import Builder
+
+    build = Builder(POOL_BYTES, HOST_BYTES, prefixes=(2 << 20, TTL_S))
+    engine = awake(build(spec(random_models["llama"], 1024)), PAGES)
+    fit, long = (2 << 20) // engine.kv.block_bytes, 7
+    first = [Conversation(seed) for seed in (8, 9, 10)]
+    again = [Conversation(seed) for seed in (8, 9, 10)]
+    for conversation in first:
+        conversation.turn(engine, 128 * long + 1)
+        nap(build, engine)
+    assert build.images.stats().prefix_bytes == 2 << 20
+    for conversation in reversed(again):
+        conversation.turn(engine, 128 * long + 1)
+    assert [conversation.said for conversation in again] == [conversation.said for conversation in first]
+    assert fit == 16 and [conversation.cached for conversation in again] == [[128 * (fit - 2 * long)], [896], [896]]
+    engine.close()
+    build.close()
+
+
+def nap(build: Builder, engine: VllmEngine) -> None:
+    """Have the model sleep until its blocks lie in the host cache, and wake up again."""
+    asleep(engine)
+    build.prefixes.settle()
+    awake(engine, PAGES)
+
+
+def kept(build: Builder, engine: VllmEngine) -> list[KeptBlock]:
+    """Blocks kept for an engine, heads first."""
+    assert engine._prefixes is not None
+    blocks = build.prefixes._index.of(engine._prefixes._space.number)
+    order = list(build.prefixes._index._orders["tenant-1"].values())
+    return sorted(blocks, key=order.index, reverse=True)
