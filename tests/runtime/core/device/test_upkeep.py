@@ -1,4 +1,4 @@
-"""Builds and checks in parts, between the steps of other models."""
+"""Builds and checks of a model in parts, between the steps of other models of the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARTS = 10
 
 
 def used(turns: Turns) -> World:
-    """A device with a model that steps for a request, and a second model that was placed just now."""
+    """A device with a model that steps for a request, and with a second, newly placed model."""
     world = World(300, {"a": 5, "b": 5}, tokens_most=200, turns=turns)
     world.hear(Placed(spec("a")))
     world.settle()
@@ -36,7 +36,7 @@ def arrive(world: World, number: int, model: ModelKey, ttft_s: float = 10.0) -> 
 
 
 def go_on(world: World) -> None:
-    """End a fetch or what the device does, ten milliseconds later."""
+    """End a fetch or the use of the device, ten milliseconds later."""
     world.now += 0.01
     if world.fetching:
         world.arrive()
@@ -45,7 +45,7 @@ def go_on(world: World) -> None:
 
 
 def uses(world: World) -> list[tuple[type, ModelKey]]:
-    """Uses of the device so far: a kind and a model each."""
+    """Uses of the device so far: for each use, the kind and the model."""
     used = [effect for effect in world.log if isinstance(effect, Build | Check | Step)]
     return [(type(use), ModelKey(use.spec.key) if isinstance(use, Build) else use.model) for use in used]
 
