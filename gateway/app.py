@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -31,6 +32,7 @@ from gateway.inference.meter import Meter
 from gateway.inference.metrics import Metrics
 from gateway.inference.recent import Recent
 from gateway.inference.serving import RequestServing
+from gateway.ops import listening
 from gateway.ops.health import Health
 from gateway.streams.pulse import Pulse
 from gateway.streams.relay import Relay
@@ -81,7 +83,7 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
         fleet, relay, meter = (
             RuntimesView(bus, _record_of(settings, gateway_id)),
             Relay(bus, gateway_id, pulse),
-            Meter(bus, settings.data / "gateway.journal"),
+            Meter(bus, settings.usage_journal(settings.gateway_number), settings.left_journals),
         )
         engines = Engines(known(), tool_parsers(), reasoning_parsers())
         metrics, recent = Metrics(fleet, meter, lambda: relay.false_losses), Recent()
@@ -147,7 +149,8 @@ async def serve(settings: Settings, traces: Traces | None) -> None:
             )
         )
         loop = asyncio.get_running_loop()
-        serving = asyncio.create_task(server.serve())
+        sockets = listening.inherited(settings.listen_fds, os.environ)
+        serving = asyncio.create_task(server.serve(sockets or None))
 
         def end() -> None:
             server.should_exit = True
