@@ -36,6 +36,7 @@ from gateway.ops import listening
 from gateway.ops.health import Health
 from gateway.streams.pulse import Pulse
 from gateway.streams.relay import Relay
+from gateway.streams.resuming import Resuming
 from gateway.streams.runtimes import RuntimesView
 from gateway.vllm.bus_core import Deps
 from gateway.vllm.front import Fronts, known, reasoning_parsers, tool_parsers
@@ -95,11 +96,22 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
             settings.hold_deadline_s,
             settings.extent(),
             settings.fast_way,
+            settings.resumable_s,
         )
         fronts = Fronts(Deps(relay, fleet, gateway_id, settings.resume_deadline_s))
         reserve = Reserve(settings.kept_in, settings.disk_reserve)
         serving = RequestServing(
-            fleet, fronts, meter, quotas, metrics, secret, recent, traces, reserve, settings.runtimes > 0
+            fleet,
+            fronts,
+            meter,
+            quotas,
+            metrics,
+            secret,
+            recent,
+            traces,
+            reserve,
+            settings.runtimes > 0,
+            Resuming(bus, fleet, gateway_id),
         )
         inference = Inference(auth, Asking(auth, fleet, metrics, bounds), serving, metrics, traces)
         await fleet.start()

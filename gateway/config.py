@@ -122,6 +122,8 @@ class Settings(BaseSettings):
     read_deadline_s: float = Field(8.0, gt=0)  # the gateway gives up an answer left unread for this long
     connections_per_address: int = Field(1024, ge=1)
     hold_deadline_s: float = Field(60.0, gt=0)  # longest wait for a model to wake
+    # Time in which a client may resume a stream after the loss of the connection or of a gateway; 0: never.
+    resumable_s: float = Field(10.0, ge=0, le=600)
     resume_deadline_s: float = Field(60.0, gt=0)  # longest wait of a stream for a new runtime, if the old one died
 
     @field_validator("data", "models", "disk_folder")

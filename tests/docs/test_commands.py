@@ -19,6 +19,7 @@ RUN_BY = {
     "picture": "tests/docs/test_policies.py",
     "files": "tests/docs/test_files.py",
     "postgres": "tests/docs/test_files.py",
+    "resumed": "tests/e2e/faults/test_gateways.py",
 }
 # Needs of the blocks with the mark `needs: NAME`, missing on a test machine, and the number of commands in these
 # blocks: change the number only on purpose.

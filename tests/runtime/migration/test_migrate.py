@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
@@ -148,7 +148,7 @@ class PlayedNode:
     def stream(self, gateway: str, number: int) -> OpenStream | None:
         return self.streams.get((gateway, number))
 
-    def take_over(self, run: wire.Run, at: int) -> int:
+    def take_over(self, run: wire.Run, at: int, made: Sequence[int] = ()) -> int:
         self.streams[run.gateway, run.stream] = OpenStream(run, 0.0, at)
         return 41
 
