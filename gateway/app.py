@@ -36,7 +36,7 @@ from gateway.ops import listening
 from gateway.ops.health import Health
 from gateway.streams.pulse import Pulse
 from gateway.streams.relay import Relay
-from gateway.streams.resuming import Resuming
+from gateway.streams.resuming import RequestFinder
 from gateway.streams.runtimes import RuntimesView
 from gateway.vllm.bus_core import Deps
 from gateway.vllm.front import Fronts, known, reasoning_parsers, tool_parsers
@@ -111,7 +111,7 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
             traces,
             reserve,
             settings.runtimes > 0,
-            Resuming(bus, fleet, gateway_id),
+            RequestFinder(bus, fleet, gateway_id),
         )
         inference = Inference(auth, Asking(auth, fleet, metrics, bounds), serving, metrics, traces)
         await fleet.start()

@@ -27,8 +27,7 @@ from gateway.inference.timing import Timing
 from gateway.streams.resuming import FoundRequest
 from runtime.core.device.request import Objective
 from store.contract.priorities import Priority
-from store.contract.resumable import Resumable
-from store.contract.wire import EngineSpec
+from store.contract.wire import EngineSpec, Resumable
 from store.telemetry.tracing import Span, traceparent
 
 # Tenant of the request at hand; empty: the platform's own work. Turns at a front's threads go by tenant.

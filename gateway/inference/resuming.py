@@ -18,8 +18,8 @@ from gateway.core.position import Position
 from gateway.http.auth import Caller
 from gateway.http.errors import Problem
 from gateway.inference.context import RequestContext
-from gateway.streams.resuming import Resuming
-from store.contract.resumable import Resumable
+from gateway.streams.resuming import RequestFinder
+from store.contract.wire import Resumable
 
 DIGEST_INLINE_MOST = 1 << 18  # bytes of a body whose digest takes less than a millisecond
 
@@ -58,7 +58,7 @@ def _digests(path: str, body: bytes, caller: Caller) -> tuple[bytes, bytes]:
     return owner, hashlib.sha256(path.encode() + b"\0" + body).digest()[:16]
 
 
-async def find(context: RequestContext, resuming: Resuming | None) -> None:
+async def find(context: RequestContext, resuming: RequestFinder | None) -> None:
     """Find the runtime that keeps the request of `context`. Raises Problem."""
     mark = context.resumable
     assert mark is not None

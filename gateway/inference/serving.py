@@ -29,7 +29,7 @@ from gateway.inference.response import ResponseWriter
 from gateway.inference.resuming import find
 from gateway.inference.spans import tell
 from gateway.streams.dispatch import PARTING_S
-from gateway.streams.resuming import Resuming
+from gateway.streams.resuming import RequestFinder
 from gateway.streams.runtimes import RuntimesView
 from store.contract import wire
 from store.telemetry.tracing import Traces
@@ -54,7 +54,7 @@ class RequestServing:
     traces: Traces | None = None
     reserve: Reserve | None = None  # None: the disk may become full
     awaits_runtimes: bool = True  # runtimes on this machine may just be starting
-    resuming: Resuming | None = None  # None: no request can be resumed at this gateway
+    resuming: RequestFinder | None = None  # None: no request can be resumed at this gateway
 
     async def serve(self, exchange: Exchange, context: RequestContext, generates: bool) -> None:
         """Answer the client of `exchange`. Raises Problem, DatabaseError.

@@ -23,7 +23,7 @@ from gateway.streams.runtimes import RuntimesView
 from runtime.core.device.request import Objective
 from store.bus import BusError, TooLarge
 from store.contract import wire
-from store.contract.resumption import Kept
+from store.contract.resumption import ResumeAnswer
 from store.contract.wire import Delta, Finish, Refusal
 from store.telemetry.observe import place_of
 
@@ -141,7 +141,7 @@ class Dispatcher:
             await self.cancel([id])  # a runtime may have taken and lost the request before the reply came
             raise
 
-    async def resume(self, id: str, run: wire.Run, found: FoundRequest, clock: StreamClock) -> Kept:
+    async def resume(self, id: str, run: wire.Run, found: FoundRequest, clock: StreamClock) -> ResumeAnswer:
         """Go on with a request where `found` says. `run` is for later attempts. Raises Gone.
 
         The first delta has every token since the start of the request."""

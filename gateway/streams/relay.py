@@ -20,7 +20,7 @@ import structlog
 
 from store.bus import Bus, BusError
 from store.contract import wire
-from store.contract.resumption import Kept, Resume, resume_subject
+from store.contract.resumption import Resume, ResumeAnswer, resume_subject
 from store.contract.silence import Silence
 from store.contract.wire import Delta, Finish, Frame
 from store.telemetry.observe import place_of
@@ -127,14 +127,14 @@ class Relay:
         self._heard(runtime, reply.epoch)
         self._meet(stream, reply.epoch, reply.seq)
 
-    async def resume(self, runtime: str, ask: Resume, sink: Sink) -> Kept | None:
+    async def resume(self, runtime: str, ask: Resume, sink: Sink) -> ResumeAnswer | None:
         """Go on with a request that `runtime` keeps, as stream `ask.stream`. Returns None if the runtime lacks it.
 
         The first delta has everything made since the start of the request. Raises BusError, WireError."""
         stream = self._streams[ask.stream] = Stream(ask.stream, "", sink)
         self._source(runtime)
         try:
-            kept = wire.decode(Kept, await self._bus.request(resume_subject(runtime), ask, RUN_TIMEOUT_S))
+            kept = wire.decode(ResumeAnswer, await self._bus.request(resume_subject(runtime), ask, RUN_TIMEOUT_S))
         except BaseException:  # the runtime may have given the request to the stream nevertheless
             self._streams.pop(stream.id, None)
             await self._send_cancel(runtime, [stream.id], keep=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gateway.streams.runtimes import RuntimesView
 from store.bus import Bus, BusError
 from store.contract import wire
-from store.contract.resumption import Kept, Resume, resume_subject
+from store.contract.resumption import Resume, ResumeAnswer, resume_subject
 
 ASK_S = 1.0  # longest wait for the answer of a runtime
 ROUNDS, PAUSE_S = 3, 0.2  # a request that moves between runtimes is at no runtime for a moment
@@ -20,10 +20,10 @@ class FoundRequest:
 
     runtime: str
     ask: Resume
-    kept: Kept
+    kept: ResumeAnswer
 
 
-class Resuming:
+class RequestFinder:
     """Asks all runtimes for kept requests."""
 
     def __init__(self, bus: Bus, fleet: RuntimesView, gateway: str) -> None:
@@ -43,7 +43,7 @@ class Resuming:
 
     async def _asked(self, runtime: str, ask: Resume) -> FoundRequest | None:
         try:
-            kept = wire.decode(Kept, await self._bus.request(resume_subject(runtime), ask, ASK_S))
+            kept = wire.decode(ResumeAnswer, await self._bus.request(resume_subject(runtime), ask, ASK_S))
         except (BusError, wire.WireError):  # dead, or of an earlier version
             return None
         return FoundRequest(runtime, ask, kept) if kept.resumable is not None else None

@@ -39,10 +39,9 @@ from runtime.node.lease import LeaseKeeper
 from runtime.node.moves import StreamMoves
 from runtime.node.own import OwnState
 from runtime.node.reporter import Reporter
-from runtime.node.resuming import Resuming
 from runtime.node.serving import ModelServing
 from runtime.node.spans import Spans
-from runtime.node.streams import Streams
+from runtime.node.streams import Resuming, Streams
 from runtime.node.views import Views
 from store.bus import Bus, BusError
 from store.contract import grants, wire

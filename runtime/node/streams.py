@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import structlog
 
 from runtime import ipc
-from runtime.core.ledgers.kept_requests import KeptRequests
+from runtime.core.ledgers.kept_requests import KeptRequest, KeptRequests
 from runtime.migration.host import OpenStream
 from runtime.node import parting
 from runtime.node.gateways import GatewayPeer, Gateways
@@ -16,6 +16,7 @@ from runtime.node.own import OwnState
 from runtime.node.spans import Spans
 from store.bus import Bus, BusError
 from store.contract import wire
+from store.contract.resumption import TAKEN_MOST, Resume, ResumeAnswer
 from store.contract.wire import Delta, Finish
 
 log = structlog.get_logger()
@@ -170,7 +171,7 @@ class Streams:
     async def beat(self, now: float) -> None:
         """Send a heartbeat to every gateway with open streams; gateways silent while the bus is up lose their streams.
 
-        Streams whose clients may come back are lost later than other streams, by the seconds that their clients have.
+        Resumable streams are lost later than other streams, by the seconds in the mark of the request.
         """
         self._kept.sweep(now)
         self._gateways.forget_names()
@@ -198,3 +199,49 @@ class Streams:
         for number in lost:
             self._kept.forget(gateway.streams[number].run, (gateway_id, number))
         await self._lose(gateway_id, lost, f"it heard nothing of its gateway for {silent_s:g} s")
+
+
+class Resuming:
+    """Answers gateways that ask for kept requests.
+
+    A gateway that names a stream in Resume gets all tokens in the answer, and further tokens in frames."""
+
+    def __init__(self, own: OwnState, gateways: Gateways, streams: Streams, kept: KeptRequests) -> None:
+        self._own, self._gateways, self._streams, self._kept = own, gateways, streams, kept
+
+    async def resume(self, data: bytes) -> ResumeAnswer:
+        """Say what is kept of a request, or give the request to a stream of the asking gateway."""
+        ask = wire.decode(Resume, data)
+        kept = self._kept.find(ask.request, ask.owner, ask.model)
+        if kept is None or not self._parts(kept):
+            return ResumeAnswer()
+        if not ask.stream:
+            return self._answer(kept)
+        old, new = kept.at, (ask.gateway, ask.stream)
+        asking = self._gateways.known(ask.gateway)
+        self._gateways.heard(ask.gateway)
+        kept = self._kept.take(ask.request, new)
+        answer = wire.replace(self._answer(kept), seq=asking.ring.last, made=kept.made(ask.stream))
+        log.info("node.resumed", request=ask.request, gateway=ask.gateway, tokens=answer.tokens, ended=answer.ended)
+        if (stream := self._gateways.take_up(old, new)) is not None:
+            stream.run = kept.run
+            await self._streams.gone(*old, stream.at)
+        return answer
+
+    def _parts(self, kept: KeptRequest) -> bool:
+        """Whether the request can be taken up here and now. A request on the move is soon at another runtime."""
+        mark = kept.run.resumable
+        if mark is None or mark.taken >= TAKEN_MOST:
+            return False
+        gateway, number = kept.at
+        stream = self._gateways[gateway].streams.get(number) if gateway in self._gateways else None
+        return kept.end is not None or (stream is not None and not stream.moving)
+
+    def _answer(self, kept: KeptRequest) -> ResumeAnswer:
+        return ResumeAnswer(
+            resumable=kept.run.resumable,
+            attempt=kept.run.attempt,
+            tokens=len(kept.tokens),
+            ended=kept.end is not None,
+            epoch=self._own.epoch,
+        )

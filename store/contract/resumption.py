@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from store.contract.resumable import Resumable
-from store.contract.wire import Delta, Message
+from store.contract.wire import Delta, Message, Resumable
+
+TAKEN_MOST = 1000  # times that a request can be taken up
 
 
 def resume_subject(runtime: str) -> str:
-    """Subject on which a runtime takes requests of Resume and answers Kept."""
+    """Subject on which a runtime takes requests of Resume and answers ResumeAnswer."""
     return f"rt.{runtime}.resume"
 
 
@@ -21,7 +22,7 @@ class Resume(Message, frozen=True, kw_only=True, tag="Resume"):
     stream: int = 0  # number of the stream at the gateway from now on; 0: the gateway only asks
 
 
-class Kept(Message, frozen=True, kw_only=True, tag="Kept"):
+class ResumeAnswer(Message, frozen=True, kw_only=True, tag="ResumeAnswer"):
     """Answer to Resume. Without `resumable`, the runtime keeps no such request of that owner, or can't part with the
     request now."""
 

@@ -13,13 +13,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from store.contract.device_bytes import DeviceBytes
+from store.contract.elapsed import NOTHING_SPENT as NOTHING_SPENT
+from store.contract.elapsed import Course as Course
 from store.contract.elapsed import Elapsed
+from store.contract.elapsed import Spent as Spent
 from store.contract.kv_curve import KeptLayers, KvCurve, curve_of
 from store.contract.priorities import Priority
-from store.contract.resumable import Resumable
-from store.contract.spent import NOTHING_SPENT as NOTHING_SPENT
-from store.contract.spent import Course as Course
-from store.contract.spent import Spent as Spent
 
 VERSION = 1
 
@@ -141,6 +140,19 @@ class EngineSpec(Message, frozen=True, kw_only=True, tag="EngineSpec"):
     def kv(self) -> KvCurve[int]:
         """KV cache that requests of the model hold. Callers in a loop keep the curve."""
         return curve_of(self.kv_layers) if self.kv_layers else KvCurve(self.kv_bytes_per_token, 0)
+
+
+class Resumable(msgspec.Struct, frozen=True, array_like=True):
+    """Mark of a request whose tokens the runtime keeps for a client that lost the connection."""
+
+    owner: bytes  # digest of tenant and key: no other caller hears of the request
+    body: bytes  # digest of route and body: a different request is not taken for this request
+    keep_s: float  # from the loss of the connection or the end of the tokens: then the runtime forgets the request
+    started_at: float = 0.0  # UNIX seconds: price and month of the bill follow from the start
+    taken: int = 0  # times that the request was taken up
+    # Prompt tokens found in the prefix cache, and written there, by the runtime that computed the prompt.
+    cached_tokens: int = 0
+    written_tokens: int = 0
 
 
 class Run(Message, frozen=True, kw_only=True, tag="Run"):

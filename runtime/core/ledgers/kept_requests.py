@@ -51,7 +51,7 @@ class EndedRequests:
     """The ended requests of a tenant, oldest first."""
 
     by_id: dict[str, KeptRequest] = field(default_factory=dict)
-    tokens: int = 0  # of all these requests
+    tokens: int = 0  # sum over the requests
 
     @property
     def too_many(self) -> bool:
@@ -71,7 +71,7 @@ class KeptRequests:
     def begin(self, run: Run, at: tuple[str, int], made: Sequence[int]) -> None:
         """Keep a request from now on, if the request is resumable. `made`: tokens that other runtimes made."""
         if run.resumable is not None:
-            self._drop(run.request)  # of an earlier attempt
+            self._drop(run.request)  # kept for an earlier attempt
             self._kept[run.request] = KeptRequest(run, array("I", made), at)
 
     def hear(self, run: Run, at: tuple[str, int], delta: Delta) -> Run:

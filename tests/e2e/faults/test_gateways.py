@@ -1,5 +1,5 @@
-"""SIGKILL of one of two gateways under many streams: clients that resume lose no token and pay once, and other clients
-are served by the neighbour when they ask again."""
+"""SIGKILL of a gateway, beside a second gateway, under many streams: resuming clients lose no token and pay once. Clients
+that ask anew are served by the second gateway."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.e2e.conftest import MODELS, Platform
 STREAMS, TOKENS = 25, 250  # streams of each of two tenants
 RESUMING, ANEW = "acme", "globex"
 SILENCE_MOST_S = 60.0
-# A client that asks again is served within so many seconds, beside twice the time that a first token takes: many clients
-# ask at the same moment, while the device works for the other streams.
+# A client that asks again is served within so many seconds, beside twice the time that a first token takes: many
+# clients ask at the same moment, while the device works for the other streams.
 SERVED_S = 1.0
 
 
 @pytest.fixture(scope="module")
 def gates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    """A platform with two gateways, of which one may be killed."""
+    """A platform with two gateways: a test may kill a gateway."""
     folder = tmp_path_factory.mktemp("gates")
     model = write_random(folder / "slow", "llama", hidden=256, layers=4)
     platform = Platform(folder / "data", free_port())
@@ -167,7 +167,7 @@ async def survived(platform: Platform, undisturbed: dict[tuple[str, int], Outcom
 async def paid(platform: Platform, before: dict[str, dict[str, int]], said: dict[tuple[str, int], Outcome]) -> None:
     """Return when the bills are right: resumed requests once, others with the tokens that the clients were sent.
 
-    The write that a killed gateway was in may be unbilled: at most an event of each broken stream."""
+    A killed gateway may leave a write unbilled: at most an event of each broken stream."""
     broken = sum(said[ANEW, number].broke for number in range(STREAMS))
     delivered = sum(said[ANEW, number].tokens for number in range(STREAMS))
     right = {

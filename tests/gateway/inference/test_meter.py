@@ -84,7 +84,7 @@ async def test_a_journal_whose_gateway_the_host_no_longer_has_is_booked_by_the_f
         assert {r.request: (r.output_tokens, r.finish) for r in records.values()} == {"q1": (4, "gateway_lost")}
         await meter.stop()
     assert not (tmp_path / "gone").exists()
-    assert len(used.left_behind()) == 1  # another process has the file
+    assert len(used.left_behind()) == 1  # a gateway has the file
     used.close()
 
 

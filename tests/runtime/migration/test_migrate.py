@@ -302,9 +302,9 @@ async def test_who_was_cancelled_in_the_last_moment_is_cancelled_there(nodes: No
     one, two = nodes
     take_over = two.take_over
 
-    def cancelled_meanwhile(run: wire.Run, at: int) -> int:
+    def cancelled_meanwhile(run: wire.Run, at: int, made: Sequence[int] = ()) -> int:
         del one.streams["g", 5]
-        return take_over(run, at)
+        return take_over(run, at, made)
 
     two.take_over = cancelled_meanwhile  # type: ignore[method-assign]
     await one.migrations.move("g", 5, "r2")

@@ -14,9 +14,8 @@ from runtime.node.gateways import SILENCE_S
 from runtime.node.runtime import Node
 from store.bus import Bus
 from store.contract import wire
-from store.contract.resumable import Resumable
-from store.contract.resumption import Kept, Resume
-from store.contract.wire import Delta, Finish, Frame
+from store.contract.resumption import Resume, ResumeAnswer
+from store.contract.wire import Delta, Finish, Frame, Resumable
 from tests.conftest import NatsServer, soon
 from tests.runtime.node.test_node import run
 
@@ -31,7 +30,9 @@ async def node(nats_server: NatsServer) -> AsyncIterator[Node]:
         yield Node(bus, RuntimeSettings(runtime_id="r1", host_cache=ByteSize(1 << 20)))
 
 
-async def ask(node: Node, gateway: str = "h", stream: int = 0, owner: bytes = b"owner", request: str = "q") -> Kept:
+async def ask(
+    node: Node, gateway: str = "h", stream: int = 0, owner: bytes = b"owner", request: str = "q"
+) -> ResumeAnswer:
     asked = Resume(gateway=gateway, request=request, owner=owner, model="m", stream=stream)
     return await node._resuming.resume(wire.encode(asked))
 
@@ -78,8 +79,8 @@ async def test_a_stream_goes_on_at_the_gateway_that_takes_it_up(node: Node) -> N
 
 async def test_another_owner_and_another_request_find_nothing(node: Node) -> None:
     node._streams.open(KEPT)
-    assert await ask(node, owner=b"other") == await ask(node, request="p") == Kept()
-    assert await ask(node, stream=4, owner=b"other") == Kept()
+    assert await ask(node, owner=b"other") == await ask(node, request="p") == ResumeAnswer()
+    assert await ask(node, stream=4, owner=b"other") == ResumeAnswer()
     assert node.stream("g", 1) is not None
 
 
@@ -114,10 +115,10 @@ async def test_a_stream_that_was_taken_up_moves_to_no_other_runtime(node: Node) 
 async def test_a_stream_on_the_move_is_not_taken_up(node: Node) -> None:
     stream, _ = node._streams.open(KEPT)
     stream.moving = True
-    assert await ask(node, stream=9) == Kept()
+    assert await ask(node, stream=9) == ResumeAnswer()
     stream.moving = False
     await node.hand_over("g", 1, wire.Moved("r2", 1, 0))
-    assert await ask(node, stream=9) == Kept()
+    assert await ask(node, stream=9) == ResumeAnswer()
     node.take_over(wire.replace(KEPT, stream=3), 2, [5, 6])
     back = await ask(node, stream=9)
     assert back.made is not None and back.made.tokens == [5, 6]

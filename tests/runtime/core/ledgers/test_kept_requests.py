@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from runtime.core.ledgers import kept_requests
 from runtime.core.ledgers.kept_requests import KeptRequests
-from store.contract.resumable import Resumable
-from store.contract.wire import Delta, Finish, Run
+from store.contract.wire import Delta, Finish, Resumable, Run
 
 OWNER = b"acme"
 
