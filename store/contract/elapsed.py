@@ -1,7 +1,7 @@
 """The parts of a request's time, as told by the request's last usage message, and the costs of a stream at a runtime.
 
-Numbers and a word, no text of clients. Pure. The gateway measures the parts (gateway/inference/timing.py), and the ledger keeps the parts for some days
-(store/db/requests.py).
+Numbers and a word, no text of clients. Pure. The gateway measures the parts (gateway/inference/timing.py), and the
+ledger keeps the parts for some days (store/db/requests.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""SIGKILL of a gateway, beside a second gateway, under many streams: resuming clients lose no token and pay once. Clients
-that ask anew are served by the second gateway."""
+"""SIGKILL of a gateway, beside a second gateway, under many streams: resuming clients lose no token and pay once.
+
+Clients that ask anew are served by the second gateway."""
 
 from __future__ import annotations
 
