@@ -97,10 +97,13 @@ class Quotas:
 
     # ── letting in ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def admit(self, caller: Caller, target: Target, generates: bool = True) -> Admission | None:
+    async def admit(
+        self, caller: Caller, target: Target, generates: bool = True, resumes: bool = False
+    ) -> Admission | None:
         """Let a request in. Returns an admission, which the caller must close, or None for a tenant without limits.
 
-        `generates`: the request takes tokens and money, too. Raises Problem, DatabaseError.
+        `generates`: the request takes tokens and money, too. `resumes`: the request was let in before, and may still
+        count as an open stream at another gateway. Raises Problem, DatabaseError.
         """
         limits = caller.limits
         if limits == NO_LIMITS:
@@ -114,7 +117,7 @@ class Quotas:
             ticket.prompt_pico, ticket.output_pico = max(price.prompt_pico, price.cached_pico), price.output_pico
         lease.users += 1
         try:
-            first = ticket.first_need
+            first = replace(ticket.first_need, streams=0) if resumes else ticket.first_need
             await self.have(lease, first if generates else replace(first, tokens=0, money=0))
         except BaseException as error:
             lease.users -= 1

@@ -198,7 +198,7 @@ class Meter:
         try:
             other = UsageJournal(path)
         except BlockingIOError:
-            log.warning("meter.journal_in_use", journal=path.name)
+            log.warning("meter.journal_in_use", path=path.name)
             return
         calls = other.left_behind()
         adopted = calls[: self._journal.slots_free]

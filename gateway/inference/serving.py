@@ -65,9 +65,10 @@ class RequestServing:
         TENANT.set(str(context.caller.tenant_id))
         if generates and self.reserve:
             self.reserve.check()
-        admission = await self.quotas.admit(context.caller, context.target, generates)
+        resumes = context.resumes_after is not None
+        admission = await self.quotas.admit(context.caller, context.target, generates, resumes)
         try:
-            if context.resumes_after is not None:
+            if resumes:
                 await find(context, self.resuming)
             cold = "none" if context.found else await self._hold(context.target, context.deadline)
             front = await self._front(context.target)

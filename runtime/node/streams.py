@@ -222,7 +222,7 @@ class Resuming:
         self._gateways.heard(ask.gateway)
         kept = self._kept.take(ask.request, new)
         answer = wire.replace(self._answer(kept), seq=asking.ring.last, made=kept.made(ask.stream))
-        log.info("node.resumed", request=ask.request, gateway=ask.gateway, tokens=answer.tokens, ended=answer.ended)
+        log.info("node.resumed", request=ask.request, gateway=ask.gateway, tokens=answer.tokens, complete=answer.ended)
         if (stream := self._gateways.take_up(old, new)) is not None:
             stream.run = kept.run
             await self._streams.gone(*old, stream.at)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.e2e.api.test_left import rows_of
+from tests.e2e.api.test_limits import limited
 from tests.e2e.conftest import Platform
 
 TEXT = {"model": "faq", "prompt": "hello", "temperature": 0, "max_tokens": 90, "ignore_eos": True, "stream": True}
@@ -107,6 +108,15 @@ def test_nobody_but_the_owner_learns_of_a_request(platform: Platform) -> None:
     assert refused(platform, TEXT | {"max_tokens": 80}, again) == (400, "other_request")
     rest = events(platform, "/v1/completions", TEXT, again)[1]
     assert said([*had, *rest])[1] == ["length"]
+
+
+def test_a_tenant_with_one_stream_at_once_resumes_beside_the_broken_connection(platform: Platform) -> None:
+    limited(platform, "single", concurrent_streams=1, tokens_per_minute=100_000)
+    told, body = {"authorization": f"Bearer {platform.keys['single']}"}, TEXT | {"model": "bot"}
+    first, had = events(platform, "/v1/completions", body, told | RESUME, 3)
+    again = told | {"x-request-id": first["x-request-id"], "last-event-id": had[-1][0]}
+    _, rest = events(platform, "/v1/completions", body, again)
+    assert said([*had, *rest])[1:] == said(events(platform, "/v1/completions", TEXT, headers_of(platform))[1])[1:]
 
 
 @pytest.mark.parametrize(
