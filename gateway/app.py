@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -31,9 +32,11 @@ from gateway.inference.meter import Meter
 from gateway.inference.metrics import Metrics
 from gateway.inference.recent import Recent
 from gateway.inference.serving import RequestServing
+from gateway.ops import listening
 from gateway.ops.health import Health
 from gateway.streams.pulse import Pulse
 from gateway.streams.relay import Relay
+from gateway.streams.resuming import RequestFinder
 from gateway.streams.runtimes import RuntimesView
 from gateway.vllm.bus_core import Deps
 from gateway.vllm.front import Fronts, known, reasoning_parsers, tool_parsers
@@ -81,7 +84,7 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
         fleet, relay, meter = (
             RuntimesView(bus, _record_of(settings, gateway_id)),
             Relay(bus, gateway_id, pulse),
-            Meter(bus, settings.data / "gateway.journal"),
+            Meter(bus, settings.usage_journal(settings.gateway_number), settings.left_journals),
         )
         engines = Engines(known(), tool_parsers(), reasoning_parsers())
         metrics, recent = Metrics(fleet, meter, lambda: relay.false_losses), Recent()
@@ -93,11 +96,22 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
             settings.hold_deadline_s,
             settings.extent(),
             settings.fast_way,
+            settings.resumable_s,
         )
         fronts = Fronts(Deps(relay, fleet, gateway_id, settings.resume_deadline_s))
         reserve = Reserve(settings.kept_in, settings.disk_reserve)
         serving = RequestServing(
-            fleet, fronts, meter, quotas, metrics, secret, recent, traces, reserve, settings.runtimes > 0
+            fleet,
+            fronts,
+            meter,
+            quotas,
+            metrics,
+            secret,
+            recent,
+            traces,
+            reserve,
+            settings.runtimes > 0,
+            RequestFinder(bus, fleet, gateway_id),
         )
         inference = Inference(auth, Asking(auth, fleet, metrics, bounds), serving, metrics, traces)
         await fleet.start()
@@ -147,7 +161,8 @@ async def serve(settings: Settings, traces: Traces | None) -> None:
             )
         )
         loop = asyncio.get_running_loop()
-        serving = asyncio.create_task(server.serve())
+        sockets = listening.inherited(settings.listen_fds, os.environ)
+        serving = asyncio.create_task(server.serve(sockets or None))
 
         def end() -> None:
             server.should_exit = True

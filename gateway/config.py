@@ -54,6 +54,9 @@ class Settings(BaseSettings):
     data: Path = Path(".staccato")  # folder for all data of the platform on this host
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=1, le=65535)
+    gateways: int = Field(1, ge=1, le=64)  # processes of this host behind the port
+    gateway_number: int = Field(1, ge=1, le=64)  # of a gateway process, from 1 to `gateways`
+    listen_fds: _Words = ()  # numbers of inherited listening sockets; empty: the gateway opens the port
     database_url: str = Field(default_factory=lambda values: f"sqlite:///{values['data'] / 'staccato.db'}")
     nats_url: str | None = None  # None: `staccato up` starts a nats-server of its own
     nats_credentials: Path | None = None  # file of a role's user; for `up`, a folder with a file NAME.nk per role
@@ -119,6 +122,8 @@ class Settings(BaseSettings):
     read_deadline_s: float = Field(8.0, gt=0)  # the gateway gives up an answer left unread for this long
     connections_per_address: int = Field(1024, ge=1)
     hold_deadline_s: float = Field(60.0, gt=0)  # longest wait for a model to wake
+    # Time in which a client may resume a stream after the loss of the connection or of a gateway; 0: never.
+    resumable_s: float = Field(10.0, ge=0, le=600)
     resume_deadline_s: float = Field(60.0, gt=0)  # longest wait of a stream for a new runtime, if the old one died
 
     @field_validator("data", "models", "disk_folder")
@@ -180,6 +185,18 @@ class Settings(BaseSettings):
     @property
     def pepper_file(self) -> Path:
         return self.data / "pepper"
+
+    def usage_journal(self, number: int) -> Path:
+        """File of the usage that gateway `number` of this host has not booked yet."""
+        return self.data / ("gateway.journal" if number == 1 else f"gateway-{number}.journal")
+
+    @property
+    def left_journals(self) -> list[Path]:
+        """Files of gateways that this host no longer has, for the first gateway to book."""
+        if self.gateway_number > 1:
+            return []
+        kept = {self.usage_journal(number) for number in range(1, self.gateways + 1)}
+        return sorted(path for path in self.data.glob("gateway-*.journal") if path not in kept)
 
     @property
     def database_file(self) -> Path | None:

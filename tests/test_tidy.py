@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "gateway/http": "gateway/core store/*",
     "gateway/streams": "runtime/core/* store store/contract store/telemetry",
     "gateway/inference": "gateway/core gateway/http gateway/streams runtime/core/* store/*",
-    "gateway/fast": "gateway/core gateway/inference store/contract",
+    "gateway/fast": "gateway/core gateway/inference store/contract store/telemetry",
     "gateway/vllm": "gateway/core gateway/fast gateway/http gateway/inference gateway/streams"
     " runtime/core/* runtime/engine store/*",
     "gateway/billing": "gateway/http store/*",

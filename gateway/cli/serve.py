@@ -33,6 +33,10 @@ def up(
             + _default("runtimes", "1")
         ),
     ] = None,
+    gateways: Annotated[
+        int | None,
+        typer.Option(help=f"Number of gateways that share the port, {_default('gateways', '1')}"),
+    ] = None,
     prefill: Annotated[
         int | None,
         typer.Option(help=f"Number of these runtimes that only compute prompts, {_default('prefill', '0')}"),
@@ -67,6 +71,7 @@ def up(
         host=host,
         data=data,
         **bounds(runtimes),
+        gateways=gateways,
         prefill=prefill,
         device_memory=device_memory,
         gpus=gpus,

@@ -6,8 +6,10 @@ from collections.abc import Awaitable
 
 from starlette.types import Send
 
+from gateway.core.position import Part, Position
 from gateway.fast.answer import Answers, TextPiece
 from gateway.fast.chunks import DONE, StreamEvents
+from gateway.fast.resume import EventIds
 from gateway.inference.context import RequestContext
 
 _STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -24,12 +26,14 @@ async def send_stream(
 ) -> None:
     """Send a stream to the end. `submitting` gives the request to runtimes, after the head of the response was sent.
 
-    Raises AnswerFailed, and the errors of `submitting`.
+    Events of a stream that the client can resume have ids, and events that the client has are left out. Raises
+    AnswerFailed, and the errors of `submitting`.
     """
     await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
     await submitting
     sent: dict[int, int] = {}  # tokens of each answer
     begun, writer = False, context.writer
+    ids = EventIds(context.resumes_after or Position()) if context.resumable is not None else None
     while True:
         pieces = await answers.waiting()
         said = []
@@ -37,22 +41,27 @@ async def send_stream(
             begun = True
             context.call.prompt_tokens += events.prompt_tokens
             context.call.cached_tokens += answers.cached_tokens
-            said += [events.first(index) for index in range(answers.count)]
+            first = [events.first(index) for index in range(answers.count)]
+            said += first if ids is None else [ids.marked(Part.TEXT, event) for event in first]
         for piece in pieces:
             context.made_tokens += piece.tokens
             context.call.finish = piece.finish or context.call.finish
             before = sent.get(piece.index, 0)
             if piece.text or piece.tokens or before:
                 sent[piece.index] = before + piece.tokens
-                said.append(_event(events, piece, sent[piece.index], not includes_usage))
+                lacking = piece if ids is None else ids.piece(piece)
+                if lacking is not None:
+                    event = _event(events, lacking, sent[piece.index], not includes_usage)
+                    said.append(event if ids is None else ids.named(event, piece.finish))
         if ended := answers.ended:
             if includes_usage:
-                said.append(events.usage(sum(sent.values()), answers.cached_tokens, answers.written_tokens))
+                usage = events.usage(sum(sent.values()), answers.cached_tokens, answers.written_tokens)
+                said.append(usage if ids is None else ids.marked(Part.USAGE, usage))
             said.append(DONE)
         if ended or writer is None:
             await send({"type": "http.response.body", "body": b"".join(said), "more_body": not ended})
-        elif context.there():
-            await writer.piece(b"".join(said))
+        elif context.there() and (body := b"".join(said)):
+            await writer.piece(body)
         if ended:
             return
 

@@ -97,10 +97,13 @@ class Quotas:
 
     # ── letting in ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def admit(self, caller: Caller, target: Target, generates: bool = True) -> Admission | None:
+    async def admit(
+        self, caller: Caller, target: Target, generates: bool = True, resumes: bool = False
+    ) -> Admission | None:
         """Let a request in. Returns an admission, which the caller must close, or None for a tenant without limits.
 
-        `generates`: the request takes tokens and money, too. Raises Problem, DatabaseError.
+        `generates`: the request takes tokens and money, too. `resumes`: the request was let in before, and may still
+        count as an open stream at another gateway. Raises Problem, DatabaseError.
         """
         limits = caller.limits
         if limits == NO_LIMITS:
@@ -114,7 +117,7 @@ class Quotas:
             ticket.prompt_pico, ticket.output_pico = max(price.prompt_pico, price.cached_pico), price.output_pico
         lease.users += 1
         try:
-            first = ticket.first_need
+            first = replace(ticket.first_need, streams=0) if resumes else ticket.first_need
             await self.have(lease, first if generates else replace(first, tokens=0, money=0))
         except BaseException as error:
             lease.users -= 1
@@ -359,6 +362,10 @@ class Admission:
     ticket: Ticket
     price: Price | None
     call: MeteredCall | None = None  # set when the meter has opened the call
+    # Tokens of a resumed request that were paid for at another gateway; `_output_left`: not subtracted yet.
+    _prompt_before: int = 0
+    _output_before: int = 0
+    _output_left: int = 0
 
     @property
     def exhausted(self) -> bool:
@@ -381,9 +388,23 @@ class Admission:
         self.quotas.top_up(self.lease, self.ticket)
         return most
 
+    async def go_on(self, prompt_tokens: int, output_tokens: int, max_tokens: int) -> int:
+        """Reserve the rest of a resumed request, whose prompt and first `output_tokens` were paid for elsewhere.
+
+        Returns how many tokens the whole answer may have. Raises Problem."""
+        most = self.ticket.output_most(prompt_tokens, max_tokens)
+        self._prompt_before, self._output_before = prompt_tokens, output_tokens
+        self._output_left = output_tokens
+        need = self.ticket.need(0, max(1, most - output_tokens))
+        await self.quotas.have(self.lease, need)
+        self.ticket.begin(need)
+        return most
+
     def pay(self, tokens: int) -> bool:
         """Pay for `tokens` output tokens. Returns False if the money does not suffice."""
-        paid = self.ticket.pay(tokens, _steady_us())
+        before = min(tokens, self._output_left)
+        self._output_left -= before
+        paid = self.ticket.pay(tokens - before, _steady_us())
         if self.lease.holding.low_on_money:
             self.quotas.top_up(self.lease, self.ticket)
         return paid
@@ -395,8 +416,11 @@ class Admission:
         """Close the request with the tokens counted so far. To be called once, when no more tokens will be counted."""
         prompt, cost, call = 0, 0, self.call
         if call is not None:
-            prompt = call.prompt_tokens
+            prompt = max(0, call.prompt_tokens - self._prompt_before)
             cost = cost_pico(self.price, call.prompt_tokens, call.cached_tokens, call.output_tokens)
+            if self._prompt_before and call.prompt_tokens:
+                output = min(self._output_before, call.output_tokens)
+                cost -= cost_pico(self.price, call.prompt_tokens, call.cached_tokens, output)
         self.ticket.close(prompt, cost)
         self.quotas.close(self.lease)
 

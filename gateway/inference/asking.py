@@ -19,6 +19,7 @@ from gateway.http.errors import Fault, Problem
 from gateway.http.limits import read_body
 from gateway.inference.context import RequestContext
 from gateway.inference.metrics import Metrics
+from gateway.inference.resuming import resumable, resumed
 from gateway.inference.routes import BATCH, REPEATING
 from gateway.streams.runtimes import RuntimesView
 from store.contract.priorities import Priority, priority
@@ -36,6 +37,7 @@ class Bounds:
     hold_deadline_s: float
     extent: ExtentLimits = ExtentLimits()
     fast_way: bool = True  # False: vLLM's handlers answer every request
+    resumable_s: float = 10.0  # time in which a client may resume a stream; 0: no stream can be resumed
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class Asking:
         `path`: the platform's path, without a tenant. Raises Problem, DatabaseError, Disconnected.
         """
         body = await read_body(request, self.bounds.body_bytes, self.bounds.body_deadline_s)
+        if "last-event-id" in request.headers:
+            context.request_id, context.resumes_after = resumed(request.headers)
+        sent = body
         ask, said = _read(body, self.bounds.extent, path in REPEATING)
         if path == BATCH:
             _check_batch(ask)
@@ -65,6 +70,8 @@ class Asking:
         wait_s = min(self.bounds.hold_deadline_s, _wait_s(prefers))
         granted_priority = _priority(request, ask, caller, target)
         context.ask = fast_ask(path, request.headers, body) if self.bounds.fast_way else None
+        if context.resumes_after is not None or "resume" in prefers:
+            context.resumable = await resumable(path, sent, caller, context, self.bounds.resumable_s)
         context.understood(caller, name, target, tally, wait_s, granted_priority, "timing" in prefers)
         return body
 

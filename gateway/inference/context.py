@@ -15,7 +15,8 @@ from typing import Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.core.way import VLLM, ChatAsk, CompletionAsk
+from gateway.core.position import Position
+from gateway.core.way import FAST, VLLM, ChatAsk, CompletionAsk
 from gateway.http.auth import Caller, Target
 from gateway.http.errors import Problem
 from gateway.inference.admission import Admission
@@ -23,9 +24,10 @@ from gateway.inference.computed import Computed
 from gateway.inference.meter import MeteredCall
 from gateway.inference.metrics import Tally
 from gateway.inference.timing import Timing
+from gateway.streams.resuming import FoundRequest
 from runtime.core.device.request import Objective
 from store.contract.priorities import Priority
-from store.contract.wire import EngineSpec
+from store.contract.wire import EngineSpec, Resumable
 from store.telemetry.tracing import Span, traceparent
 
 # Tenant of the request at hand; empty: the platform's own work. Turns at a front's threads go by tenant.
@@ -58,6 +60,9 @@ class RequestContext:
     deadline: float = field(init=False)  # latest time for a runtime to take the request
     timed: bool = field(init=False)  # the client wants to read at the end of a stream where the time went
     ask: ChatAsk | CompletionAsk | None = None  # None: only vLLM's handlers can answer
+    resumable: Resumable | None = None  # None: the client did not ask for a stream that can be resumed
+    resumes_after: Position | None = None  # the client resumes the request: the last event that the client has
+    found: FoundRequest | None = None  # a resumed request: where the request is kept
 
     # Set by `opened`; a request that generates nothing has none of these.
     call: MeteredCall = field(init=False)
@@ -91,6 +96,11 @@ class RequestContext:
         self.call, self.objective, self.cache_salt, self.admission = call, objective, cache_salt, admission
         if admission is not None:
             admission.call = call
+
+    @property
+    def kept_by_runtime(self) -> Resumable | None:
+        """Mark of the request if the runtime keeps the request for a client that loses the connection."""
+        return self.resumable if self.way == FAST else None
 
     @property
     def exhausted(self) -> bool:

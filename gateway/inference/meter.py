@@ -14,7 +14,7 @@ import mmap
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,9 +158,10 @@ class UsageJournal:
 class Meter:
     """Opens, counts and closes calls, and books the usage of calls through the bus."""
 
-    def __init__(self, bus: Bus, path: Path) -> None:
+    def __init__(self, bus: Bus, path: Path, left: Sequence[Path] = ()) -> None:
+        """`path`: the journal of this gateway. `left`: journals of gateways that no longer exist, to be booked too."""
         self._bus = bus
-        self._journal = UsageJournal(path)
+        self._journal, self._left = UsageJournal(path), left
         self._open: dict[int, MeteredCall] = {}
         self._slots_of: Counter[str] = Counter()  # by tenant
         self._closed: asyncio.Queue[tuple[MeteredCall, wire.Usage]] = asyncio.Queue()  # bounded by the slots
@@ -179,6 +180,8 @@ class Meter:
         return SLOTS - self._journal.slots_free - len(self._open) + self._again.qsize()
 
     async def start(self) -> None:
+        for path in self._left:
+            self._adopt(path)
         for call in self._journal.left_behind():
             log.warning("meter.recovered", request=call.opened.request, output_tokens=call.output_tokens)
             call.finish = "gateway_lost"
@@ -187,6 +190,25 @@ class Meter:
         self._bus.on_lost(self._bus_lost)
         jobs = [self._checkpoint(), self._store_again(), *(self._book() for _ in range(BOOKERS))]
         self._tasks = [asyncio.create_task(job) for job in jobs]
+
+    def _adopt(self, path: Path) -> None:
+        """Take the calls of another gateway's journal into the journal of this gateway, and remove an empty file.
+
+        A call stays in both files if the process dies in between, and is booked once for all that."""
+        try:
+            other = UsageJournal(path)
+        except BlockingIOError:
+            log.warning("meter.journal_in_use", path=path.name)
+            return
+        calls = other.left_behind()
+        adopted = calls[: self._journal.slots_free]
+        for call in adopted:
+            left, call.slot = call.slot, self._journal.take(call.opened)
+            self._journal.count(call)
+            other.free(left)
+        other.close()
+        if len(adopted) == len(calls):
+            path.unlink()
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Wait until closed calls are booked. A call not booked in time stays in the journal for the next gateway."""

@@ -166,6 +166,8 @@ class ResponseWriter:
             headers["x-staccato-finish"] = "budget_exhausted"
         if self._context.streaming and not self.failed:
             headers["x-accel-buffering"] = "no"
+            if self._context.kept_by_runtime is not None:
+                headers["preference-applied"] = "resume"
         extra = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self._send({**self._head, "headers": [*self._head["headers"], *extra]})
 

@@ -26,8 +26,10 @@ from gateway.inference.meter import Meter, MeteredCall, MeterFull
 from gateway.inference.metrics import Metrics
 from gateway.inference.recent import Recent, Seen
 from gateway.inference.response import ResponseWriter
+from gateway.inference.resuming import find
 from gateway.inference.spans import tell
 from gateway.streams.dispatch import PARTING_S
+from gateway.streams.resuming import RequestFinder
 from gateway.streams.runtimes import RuntimesView
 from store.contract import wire
 from store.telemetry.tracing import Traces
@@ -52,6 +54,7 @@ class RequestServing:
     traces: Traces | None = None
     reserve: Reserve | None = None  # None: the disk may become full
     awaits_runtimes: bool = True  # runtimes on this machine may just be starting
+    resuming: RequestFinder | None = None  # None: no request can be resumed at this gateway
 
     async def serve(self, exchange: Exchange, context: RequestContext, generates: bool) -> None:
         """Answer the client of `exchange`. Raises Problem, DatabaseError.
@@ -62,9 +65,12 @@ class RequestServing:
         TENANT.set(str(context.caller.tenant_id))
         if generates and self.reserve:
             self.reserve.check()
-        admission = await self.quotas.admit(context.caller, context.target, generates)
+        resumes = context.resumes_after is not None
+        admission = await self.quotas.admit(context.caller, context.target, generates, resumes)
         try:
-            cold = await self._hold(context.target, context.deadline)
+            if resumes:
+                await find(context, self.resuming)
+            cold = "none" if context.found else await self._hold(context.target, context.deadline)
             front = await self._front(context.target)
             if generates:
                 await self._generate(exchange, front, context, admission, cold)
@@ -125,7 +131,8 @@ class RequestServing:
     ) -> None:
         """Answer with generated text, under a call of the meter. `cold`: where the model was, by `_hold`."""
         target = context.target
-        call = self._open(context.request_id, context.caller, target)
+        started_at = context.resumable.started_at if context.resumable is not None else time.time()
+        call = self._open(context.request_id, context.caller, target, started_at)
         due = objective(target.slo, context.priority, target.tenant_weight)
         context.opened(call, due, self._cache_salt(context.caller), admission)
         headers = {
@@ -142,8 +149,7 @@ class RequestServing:
             if self.traces and context.span:
                 tell(self.traces, context.span, exchange.path, context)
 
-    def _open(self, request_id: str, caller: Caller, target: Target) -> MeteredCall:
-        now = time.time()
+    def _open(self, request_id: str, caller: Caller, target: Target, started_at: float) -> MeteredCall:
         usage = wire.Usage(
             request=request_id,
             attempt=1,
@@ -158,8 +164,8 @@ class RequestServing:
             prompt_tokens=0,
             cached_tokens=0,
             output_tokens=0,
-            started_at=now,
-            ended_at=now,
+            started_at=started_at,
+            ended_at=time.time(),
             finish="open",
         )
         try:
@@ -193,6 +199,8 @@ class RequestServing:
         call, computed = context.call, context.computed
         computed.charge(call)
         self.meter.count(call)  # in case the process dies while the runtimes are asked
+        if context.kept_by_runtime is not None:  # the client may resume, here or at another gateway
+            await computed.settled(context.kept_by_runtime.keep_s)
         await front.leave(computed)
         await computed.settled(PARTING_S)
         computed.charge(call)

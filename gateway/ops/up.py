@@ -1,7 +1,7 @@
 """`staccato up`: the whole platform in one process tree, NATS and the database included, until SIGTERM or Ctrl-C.
 
 Starts the children in this order, and stops them in the reverse order, so that no child loses a child it needs:
-fork server → nats → ledger → runtimes → scheduler → gateway.
+fork server → nats → ledger → runtimes → scheduler → gateways.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from gateway.config import Settings, admin_key, pepper
 from gateway.http.reserve import free_bytes
-from gateway.ops import bus_users, fleet_keeper, gpus
+from gateway.ops import bus_users, fleet_keeper, gpus, listening
 from gateway.ops.asking import get
 from gateway.ops.bus_store import BusStore
 from gateway.ops.fleet_keeper import FleetKeeper
@@ -159,6 +159,17 @@ def port_refusal(host: str, port: int) -> str | None:
     return None
 
 
+def listening_sockets(settings: Settings) -> list[socket.socket]:
+    """Open the sockets that all gateways share. Raises UpError."""
+    try:
+        return listening.opened(settings.host, settings.port)
+    except OSError as error:
+        detail = (
+            port_refusal(settings.host, settings.port) or f"cannot listen on port {settings.port}: {error.strerror}"
+        )
+        raise UpError(detail, CONFLICT) from error
+
+
 def migrate(settings: Settings) -> None:
     from store.db.database import Database, DatabaseError, DatabaseLocked  # 25 MB that a refused start does not need
 
@@ -193,6 +204,7 @@ async def serve(settings: Settings, say: Say, ready: Say, verbose: bool, devices
         if verbose:
             say(f"{child:8} {line}")
 
+    ports = listening_sockets(settings)
     orders, served = orders_of(settings)
     forks = fork.ForkServer(orders) if orders else None
     tree = Tree(settings.data / "logs", say, hear, troubles, forks)
@@ -206,7 +218,8 @@ async def serve(settings: Settings, say: Say, ready: Say, verbose: bool, devices
                 settings = settings.model_copy(update=own)
             for name, gpu in zip(runtime_ids(settings), devices, strict=False):
                 say(f"{name} has GPU {gpu.shown}")
-            keeper = start_roles(tree, settings, say, orders.fileno() if orders else -1, devices)
+            fds = [each.fileno() for each in ports]
+            keeper = start_roles(tree, settings, say, fds, orders.fileno() if orders else -1, devices)
             attending = asyncio.create_task(attend(settings, keeper, started_s, say, ready))
             try:
                 await tree.watch(stop)
@@ -217,7 +230,7 @@ async def serve(settings: Settings, say: Say, ready: Say, verbose: bool, devices
             watching.cancel()
             await tree.stop()
             troubles.end()
-            for end in (orders, served):
+            for end in (orders, served, *ports):
                 if end is not None:
                     end.close()
     return 130 if tree.killed else 0
@@ -333,11 +346,17 @@ def credentials(settings: Settings, user: User) -> dict[str, str]:
 
 
 def start_roles(
-    tree: Tree, settings: Settings, say: Say, forks: int = -1, devices: Sequence[gpus.Gpu] = ()
+    tree: Tree,
+    settings: Settings,
+    say: Say,
+    ports: Sequence[int],
+    forks: int = -1,
+    devices: Sequence[gpus.Gpu] = (),
 ) -> FleetKeeper | None:
     """Start every role, and return the keeper of the number of runtimes; None: the number stays as it is.
 
-    `forks` is the socket for orders to the fork server; -1: there is no fork server."""
+    `ports` are the files of the gateways' listening sockets. `forks` is the socket for orders to the fork server; -1:
+    there is no fork server."""
     told = environment(settings, LEDGER_SETTINGS) | credentials(settings, grants.LEDGER)
     tree.start(Child("ledger", module_command("store.db.ledger"), told, stop_s=15))
     cache, names = host_cache(settings), runtime_ids(settings)
@@ -346,12 +365,25 @@ def start_roles(
     if len(names) > 1:
         told = environment(settings, SCHEDULER_SETTINGS) | credentials(settings, grants.SCHEDULER)
         tree.start(Child("scheduler", module_command("runtime.scheduler"), told | scaling_bounds(settings)))
-    told = environment(settings, tuple(Settings.model_fields)) | credentials(settings, grants.GATEWAY)
-    tree.start(Child("gateway", module_command("gateway.app"), told, stop_s=40, forked=True))
+    tree.start(*(gateway(settings, ports, number) for number in range(1, settings.gateways + 1)))
     if not settings.elastic:
         return None
     ask = functools.partial(fleet_keeper.ask, settings, admin_key(settings))
     return FleetKeeper(runtimes, of_name, names, ask, say)
+
+
+def gateway(settings: Settings, ports: Sequence[int], number: int) -> Child:
+    """Return gateway `number`, which takes connections from the listening sockets `ports`, as every gateway does."""
+    own = {"gateway_number": number, "listen_fds": tuple(map(str, ports))}
+    told = environment(settings.model_copy(update=own), tuple(Settings.model_fields))
+    return Child(
+        "gateway" if number == 1 else f"gateway-{number}",
+        module_command("gateway.app"),
+        told | credentials(settings, grants.GATEWAY),
+        stop_s=40,
+        fds=tuple(ports),
+        forked=True,
+    )
 
 
 def runtime_ids(settings: Settings) -> list[str]:

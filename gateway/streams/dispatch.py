@@ -18,10 +18,12 @@ import structlog
 from msgspec import structs
 
 from gateway.streams.relay import Relay, RuntimeRefused
+from gateway.streams.resuming import FoundRequest
 from gateway.streams.runtimes import RuntimesView
 from runtime.core.device.request import Objective
 from store.bus import BusError, TooLarge
 from store.contract import wire
+from store.contract.resumption import ResumeAnswer
 from store.contract.wire import Delta, Finish, Refusal
 from store.telemetry.observe import place_of
 
@@ -36,6 +38,10 @@ PARTING_S = 5.0  # after the client left: longest time for the runtime to say ho
 
 class Unserved(Exception):
     """No runtime took the request before the deadline. The text says why the last runtime did not."""
+
+
+class Gone(Exception):
+    """The runtime no longer keeps the request that a client wants to resume."""
 
 
 class Taker(Protocol):
@@ -135,6 +141,31 @@ class Dispatcher:
             await self.cancel([id])  # a runtime may have taken and lost the request before the reply came
             raise
 
+    async def resume(self, id: str, run: wire.Run, found: FoundRequest, clock: StreamClock) -> ResumeAnswer:
+        """Go on with a request where `found` says. `run` is for later attempts. Raises Gone.
+
+        The first delta has every token since the start of the request."""
+        now = time.monotonic()
+        run = wire.replace(run, attempt=found.kept.attempt, resumable=found.kept.resumable)
+        request = self._open[id] = Open(id, run, now, clock)
+        stream = request.stream = self._relay.number()
+        request.runtime = found.runtime
+        self._by_stream[stream] = request
+        self._fleet.took(found.runtime, run.model, run.tbt_s)
+        clock.sent(now)
+        try:
+            kept = await self._relay.resume(found.runtime, wire.replace(found.ask, stream=stream), self)
+            if kept is None:
+                raise Gone
+        except (BusError, wire.WireError) as error:
+            await self.cancel([id])
+            raise Gone from error
+        except BaseException:
+            await self.cancel([id])
+            raise
+        request.run = wire.replace(run, resumable=kept.resumable)
+        return kept
+
     async def cancel(self, ids: Iterable[str]) -> None:
         """Cancel requests: nothing more is delivered for them."""
         streams = []
@@ -150,8 +181,10 @@ class Dispatcher:
                 streams.append(request.stream)
         await self._relay.cancel(streams)
 
-    async def leave(self, ids: Iterable[str]) -> set[str]:
+    async def leave(self, ids: Iterable[str], keep: bool = False) -> set[str]:
         """Cancel requests abandoned by their clients. Returns the ids of the requests still to be heard of.
+
+        `keep`: the requests' text has ended, and clients may still resume the requests.
 
         For each request returned, the taker hears until the last delta or a failure, for PARTING_S at most: by then the
         taker has every token made until the runtime heard of the cancel.
@@ -169,7 +202,7 @@ class Dispatcher:
                 request.leaving = loop.call_later(PARTING_S, self._unanswered, request)
                 streams.append(request.stream)
             parting.add(id)
-        await self._relay.leave(streams)
+        await self._relay.leave(streams, keep)
         await self.cancel(nowhere)
         return parting
 

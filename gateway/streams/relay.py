@@ -20,6 +20,7 @@ import structlog
 
 from store.bus import Bus, BusError
 from store.contract import wire
+from store.contract.resumption import Resume, ResumeAnswer, resume_subject
 from store.contract.silence import Silence
 from store.contract.wire import Delta, Finish, Frame
 from store.telemetry.observe import place_of
@@ -53,7 +54,7 @@ class RuntimeRefused(Exception):
 @dataclass(slots=True)
 class Stream:
     id: int
-    runtime: str
+    runtime: str  # empty: the stream is about to be resumed
     sink: Sink
     epoch: int = 0  # of the runtime that took the stream; 0: no runtime has answered yet
     next_at: int = 0  # index of the next token
@@ -126,30 +127,60 @@ class Relay:
         self._heard(runtime, reply.epoch)
         self._meet(stream, reply.epoch, reply.seq)
 
+    async def resume(self, runtime: str, ask: Resume, sink: Sink) -> ResumeAnswer | None:
+        """Go on with a request that `runtime` keeps, as stream `ask.stream`. Returns None if the runtime lacks it.
+
+        The first delta has everything made since the start of the request. Raises BusError, WireError."""
+        stream = self._streams[ask.stream] = Stream(ask.stream, "", sink)
+        self._source(runtime)
+        try:
+            kept = wire.decode(ResumeAnswer, await self._bus.request(resume_subject(runtime), ask, RUN_TIMEOUT_S))
+        except BaseException:  # the runtime may have given the request to the stream nevertheless
+            self._streams.pop(stream.id, None)
+            await self._send_cancel(runtime, [stream.id], keep=True)
+            raise
+        if kept.made is None:
+            self._streams.pop(stream.id, None)
+            return None
+        self._heard(runtime, kept.epoch)
+        if stream.id not in self._streams:  # cancelled meanwhile
+            await self._send_cancel(runtime, [stream.id], keep=True)
+            return kept
+        stream.next_at = len(kept.made.tokens)
+        if kept.made.finish is not None:
+            del self._streams[stream.id]
+        self._deliver(sink, [kept.made])
+        if kept.made.finish is None:  # frames that came before the answer wait in `ahead`, as after a move
+            self._follow(stream, wire.Moved(runtime, kept.epoch, kept.seq))
+        return kept
+
     async def cancel(self, streams: Iterable[int]) -> None:
         """Cancel streams: nothing more is delivered for them."""
         by_runtime: dict[str, list[int]] = {}
         for id in streams:
-            if stream := self._streams.pop(id, None):
+            stream = self._streams.pop(id, None)
+            if stream is not None and stream.runtime:
                 by_runtime.setdefault(stream.runtime, []).append(id)
         for runtime, ids in by_runtime.items():
             await self._send_cancel(runtime, ids)
 
-    async def leave(self, streams: Iterable[int]) -> None:
+    async def leave(self, streams: Iterable[int], keep: bool = False) -> None:
         """Cancel streams, and go on delivering until the runtimes have said how far the streams came.
 
-        The last delta of each stream has a `finish`. The caller bounds the wait, with `cancel`.
+        The last delta of each stream has a `finish`. The caller bounds the wait, with `cancel`. `keep`: clients may
+        still resume the streams.
         """
         by_runtime: dict[str, list[int]] = {}
         for id in streams:
-            if stream := self._streams.get(id):
+            stream = self._streams.get(id)
+            if stream is not None and stream.runtime:
                 by_runtime.setdefault(stream.runtime, []).append(id)
         for runtime, ids in by_runtime.items():
-            await self._send_cancel(runtime, ids)
+            await self._send_cancel(runtime, ids, keep)
 
-    async def _send_cancel(self, runtime: str, streams: list[int]) -> None:
+    async def _send_cancel(self, runtime: str, streams: list[int], keep: bool = False) -> None:
         try:
-            cancel = wire.Cancel(gateway=self._gateway, streams=streams)
+            cancel = wire.Cancel(gateway=self._gateway, streams=streams, keep=keep)
             await self._bus.publish(wire.cancel_subject(runtime), wire.encode(cancel))
         except BusError as error:
             log.warning("relay.cancel_not_sent", runtime=runtime, error=str(error))

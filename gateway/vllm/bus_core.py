@@ -33,8 +33,9 @@ from gateway.http.vllm_errors import unavailable
 from gateway.inference.admission import Admission
 from gateway.inference.computed import Cost
 from gateway.inference.context import CONTEXT, RequestContext
+from gateway.inference.resuming import not_kept
 from gateway.inference.timing import Timing
-from gateway.streams.dispatch import Dispatcher, Unserved
+from gateway.streams.dispatch import Dispatcher, Gone, Unserved
 from gateway.streams.relay import Relay, RuntimeRefused
 from gateway.streams.runtimes import RuntimesView
 from gateway.vllm import pictures
@@ -42,6 +43,8 @@ from store.bus import TooLarge
 from store.contract import wire
 from store.contract.wire import Delta
 
+# A resumed request is booked under the numbers from here on: later than every number of the gateway before.
+SEQ_STEP = 1 << 20
 INLINE_MOST = 1 << 62  # bytes: arrays stay inside the single buffer sent over the bus
 
 
@@ -94,12 +97,13 @@ class BusCore:
     async def get_output_async(self) -> EngineCoreOutputs:
         return await self._outputs.get()
 
-    async def abort_requests_async(self, request_ids: list[str]) -> None:
+    async def abort_requests_async(self, request_ids: list[str], keep: bool = False) -> None:
         """End requests of a client that left.
 
-        A runtime still reports how far each stream came, since the leaving client pays for computed tokens.
+        A runtime still reports how far each stream came, since the leaving client pays for computed tokens. `keep`: the
+        text has ended, and the client may still resume the stream.
         """
-        parting = await self._dispatcher.leave(request_ids)
+        parting = await self._dispatcher.leave(request_ids, keep)
         for request_id in request_ids:
             if request_id not in parting:
                 self._forget(request_id)
@@ -136,6 +140,7 @@ class BusCore:
             priority=context.objective.priority,
             trace=context.trace,
             grammar=_grammar(sampling),
+            resumable=context.kept_by_runtime,
         )
         prompt = context.computed.begin(request.request_id, _prompt_of(request), run.prompt_tokens)
         self._costs[request.request_id] = Cost(context.call, context.computed, prompt)
@@ -158,7 +163,7 @@ class BusCore:
 
     def end(self, request_id: str) -> None:
         """End a request that needs no further token."""
-        self._spawn(self.abort_requests_async([request_id]))
+        self._spawn(self.abort_requests_async([request_id], keep=True))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -175,7 +180,14 @@ class BusCore:
         due_at = context.arrived_at + context.objective.ttft_s
         try:
             timing = context.timing = Timing(context.began_at, context.tally)
-            await self._dispatcher.submit(request.request_id, run, due_at, context.deadline, timing)
+            if context.found is not None:
+                kept = await self._dispatcher.resume(request.request_id, run, context.found, timing)
+                context.call.seq = SEQ_STEP * (kept.resumable.taken if kept.resumable else 1)
+            else:
+                await self._dispatcher.submit(request.request_id, run, due_at, context.deadline, timing)
+        except Gone as error:
+            context.refused = not_kept()
+            raise GracefulHTTPError(context.refused.detail, HTTPStatus.NOT_FOUND) from error
         except TooLarge as error:
             why = pictures.too_large(error, len(request.mm_features or ()))
             raise GracefulHTTPError(why, HTTPStatus.REQUEST_ENTITY_TOO_LARGE) from error
@@ -190,7 +202,11 @@ class BusCore:
         if context.admission is None or sampling is None:
             return
         try:
-            most = await context.admission.begin(len(request.prompt_token_ids or ()), sampling.max_tokens or 0)
+            prompt, most = len(request.prompt_token_ids or ()), sampling.max_tokens or 0
+            if context.resumes_after is not None:
+                most = await context.admission.go_on(prompt, context.resumes_after.tokens, most)
+            else:
+                most = await context.admission.begin(prompt, most)
         except Problem as problem:
             context.refused = problem
             raise GracefulHTTPError(problem.detail, HTTPStatus(problem.status)) from problem

@@ -35,6 +35,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from gateway.core.way import FAST, ChatAsk, CompletionAsk, sampling_fields
 from gateway.fast.answer import AnswerFailed, Answers
 from gateway.fast.chunks import EventTemplates, StreamEvents
+from gateway.fast.resume import ResumedListener
 from gateway.fast.stream import send_failure, send_stream
 from gateway.fast.text import TextDecoder, TextStyle, primer
 from gateway.http.errors import Problem
@@ -140,7 +141,7 @@ class FastFront:
         ids = [request.request_id for request in prepared.requests]
         decoders = [TextDecoder(self._rust, self._added, prepared.primer, prepared.style) for _ in ids]
         answers = Answers(decoders, not ask.stream, lambda index: self._core.end(ids[index]))
-        created = int(time.time())
+        created = int(context.resumable.started_at if context.resumable else time.time())
         try:
             if ask.stream:
                 chunks = StreamEvents(
@@ -151,23 +152,24 @@ class FastFront:
                     prepared.prompt_tokens,
                     len(ids),
                 )
-                submitting = self._submit(prepared, answers)
+                submitting = self._submit(prepared, answers, context.found is not None)
                 await send_stream(send, context, answers, chunks, ask.includes_usage, submitting)
             else:
-                await self._submit(prepared, answers)
+                await self._submit(prepared, answers, False)
                 await self._send_whole(ask, prepared, context, answers, created, send)
         except (GracefulHTTPError, VLLMValidationError) as error:
             await self._fail(ask, context, send, error)
         except AnswerFailed as failure:
             await self._fail(ask, context, send, failed(str(failure), failure.refused))
         finally:
-            if not answers.ended:
-                await self._core.abort_requests_async(ids)
+            if not answers.ended and (context.resumable is None or context.there()):
+                await self._core.abort_requests_async(ids)  # else the client may resume, and RequestServing waits
 
-    async def _submit(self, prepared: PreparedAsk, answers: Answers) -> None:
-        """Submit the request to runtimes. Raises GracefulHTTPError."""
+    async def _submit(self, prepared: PreparedAsk, answers: Answers, resumed: bool) -> None:
+        """Submit the request to runtimes, or go on with a resumed request. Raises GracefulHTTPError."""
         for index, request in enumerate(prepared.requests):
-            await self._core.add_heard(request, answers.listener(index))
+            listener = ResumedListener(answers) if resumed else answers.listener(index)
+            await self._core.add_heard(request, listener)
 
     async def _send_whole(
         self, ask: Ask, prepared: PreparedAsk, context: RequestContext, answers: Answers, created: int, send: Send

@@ -48,9 +48,11 @@ try:
 except ImportError:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser  # vLLM 0.32
 
+from gateway.fast.stream import send_failure
 from gateway.http.errors import openai_response, rate_limited
 from gateway.inference.computed import Computed
 from gateway.inference.context import CONTEXT, RequestContext
+from gateway.inference.resuming import not_resumable
 from gateway.vllm import templates
 from gateway.vllm.bus_core import BusCore, BusLLM, Deps
 from gateway.vllm.fast_front import FastFront, template_busy
@@ -112,6 +114,10 @@ class Front:
         """
         CONTEXT.set(context)
         if self._fast is not None and await self._fast.answered(context, send):
+            return
+        if context.resumes_after is not None:
+            context.refused = not_resumable()
+            await send_failure(send, False, context.refused.status, b"")
             return
         await self._app({**scope, "app": self}, receive, send)
 

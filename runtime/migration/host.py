@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,15 @@ class OpenStream:
     tried_at: float = 0.0  # monotonic; last try to hand the request to a runtime that decodes
     compiling: asyncio.Task[None] | None = None  # of the grammar: the device has not heard of the stream yet
     left_at: float | None = None  # monotonic; the gateway cancelled the stream: see runtime/node/parting.py
+
+    @property
+    def kept_s(self) -> float:
+        """Seconds for which the stream goes on without a gateway; negative: not at all."""
+        return self.run.resumable.keep_s if self.run.resumable is not None else -1.0
+
+    def taken_up(self, gateway: str, number: int) -> bool:
+        """Whether the stream `number` of `gateway` was another stream before: the device knows the first name."""
+        return (self.run.gateway, self.run.stream) != (gateway, number)
 
     def end(self) -> None:
         """Stop the compiling of the grammar, since the stream is no longer open here."""
@@ -66,8 +76,10 @@ class Host(Protocol):
 
     def stream(self, gateway: str, number: int) -> OpenStream | None: ...
 
-    def take_over(self, run: wire.Run, at: int) -> int:
-        """Open the stream on this runtime; return the number of the last frame to the gateway."""
+    def take_over(self, run: wire.Run, at: int, made: Sequence[int] = ()) -> int:
+        """Open the stream on this runtime; return the number of the last frame to the gateway.
+
+        `made`: the tokens made so far, `at` in number; needed for a resumable request."""
 
     def give_back(self, run: wire.Run) -> None:
         """Close the stream again after a failed take-over."""

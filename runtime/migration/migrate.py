@@ -119,6 +119,8 @@ class Migrations:
         stream, device = self._host.stream(gateway, number), self._host.device()
         if stream is None or stream.moving or device is None:
             raise NotMoved("it is not here, or moves already")
+        if stream.taken_up(gateway, number):
+            raise NotMoved("its gateway took it up: it stays, for the device knows it by its first name")
         if stream.compiling is not None:
             raise NotMoved("its grammar is not compiled yet", waits=True)
         if (form := self._host.form(stream.run.model)) is None:
@@ -337,7 +339,8 @@ class Migrations:
         if not offered.has(0, commit.departure.host):
             return _not_received(commit.move)
         if offered.committed is None:
-            seq = self._host.take_over(offered.offer.run, len(commit.departure.made))
+            made = commit.departure.made
+            seq = self._host.take_over(offered.offer.run, len(made), made)
             reply = await self._answer(offered, lambda: device.send(commit))
             if reply.refusal is not None:
                 self._host.give_back(offered.offer.run)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import structlog
+from msgspec import structs
 
 from runtime.core.ledgers.replay_buffer import Ring
 from runtime.migration.host import OpenStream
 from store.bus import Bus, BusError
 from store.contract.silence import Silence
+from store.contract.wire import Delta
 
 log = structlog.get_logger()
 
@@ -38,7 +40,11 @@ class GatewayPeer:
 class Gateways(dict[str, GatewayPeer]):
     """Gateways by id. A gateway gets a new id at each start."""
 
-    false_losses = 0  # of gateways: taken for dead, then heard again
+    def __init__(self) -> None:
+        super().__init__()
+        self.false_losses = 0  # of gateways: taken for dead, then heard again
+        # Streams that another gateway, or another stream, took up: by the name at the device, the present name.
+        self._names: dict[tuple[str, int], tuple[str, int]] = {}
 
     def known(self, id: str) -> GatewayPeer:
         """The gateway with the id `id`; an unknown gateway is added, and counts as heard now."""
@@ -66,9 +72,41 @@ class Gateways(dict[str, GatewayPeer]):
             (*_leaves_first(stream), id, number)
             for id, gateway in self.items()
             for number, stream in gateway.streams.items()
-            if not stream.moving and stream.left_at is None and model in ("", stream.run.model)
+            if not stream.moving
+            and stream.left_at is None
+            and model in ("", stream.run.model)
+            and not stream.taken_up(id, number)
         ]
         return [(gateway, number) for *_, gateway, number in sorted(found)]
+
+    # ── streams taken up ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def take_up(self, old: tuple[str, int], new: tuple[str, int]) -> OpenStream | None:
+        """Give the stream `old` (gateway and number) the name `new`. Returns the stream; None if it is not open."""
+        stream = self[old[0]].streams.pop(old[1], None) if old[0] in self else None
+        if stream is not None:
+            self.known(new[0]).streams[new[1]] = stream
+            self._names[stream.run.gateway, stream.run.stream] = new
+        return stream
+
+    def named(self, made: Mapping[str, list[Delta]]) -> Iterator[tuple[str, list[Delta]]]:
+        """Yield deltas by gateway, from deltas by the names at the device."""
+        if not self._names:
+            yield from made.items()
+            return
+        for gateway, deltas in made.items():
+            yield gateway, [delta for delta in deltas if (gateway, delta.stream) not in self._names]
+            for delta in deltas:
+                if name := self._names.get((gateway, delta.stream)):
+                    yield name[0], [structs.replace(delta, stream=name[1])]
+
+    def forget_names(self) -> None:
+        """Forget the names of streams that have ended."""
+        self._names = {
+            old: new for old, new in self._names.items() if new[0] in self and new[1] in self[new[0]].streams
+        }
+
+    # ── sums ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def streams(self) -> list[OpenStream]:

@@ -25,6 +25,7 @@ import uvloop
 
 from runtime import ipc
 from runtime.config import RuntimeSettings
+from runtime.core.ledgers.kept_requests import KeptRequests
 from runtime.migration.host import OpenStream
 from runtime.migration.host_blocks import HostBlocks
 from runtime.migration.migrate import Migrations
@@ -40,11 +41,12 @@ from runtime.node.own import OwnState
 from runtime.node.reporter import Reporter
 from runtime.node.serving import ModelServing
 from runtime.node.spans import Spans
-from runtime.node.streams import Streams
+from runtime.node.streams import Resuming, Streams
 from runtime.node.views import Views
 from store.bus import Bus, BusError
 from store.contract import grants, wire
 from store.contract.reports import Report, report_subject
+from store.contract.resumption import resume_subject
 from store.files.records import recorder
 from store.leases import watch_leases
 from store.settings import read
@@ -84,7 +86,9 @@ class Node:
         self._peers = peers = Peers(
             own.id, self.host_cache_id, recorder(settings.journal, f"{own.id}-peers-{own.epoch}")
         )
-        self._streams = Streams(bus, own, gateways, Spans(traces, own.id) if traces else None)
+        kept = KeptRequests()
+        self._streams = Streams(bus, own, gateways, kept, Spans(traces, own.id) if traces else None)
+        self._resuming = Resuming(own, gateways, self._streams, kept)
         self._moves = StreamMoves(own, gateways, self._streams, peers, self._migrations, self._hear_reports)
         self._hears_reports = False
         self._serving = ModelServing(
@@ -110,6 +114,7 @@ class Node:
         await self._bus.subscribe(wire.cancel_subject(id), self._cancel)
         await self._bus.respond(wire.run_subject(id), self._serving.run)
         await self._bus.respond(wire.repair_subject(id), self._streams.repair)
+        await self._bus.respond(resume_subject(id), self._resuming.resume)
         await self._bus.respond(wire.control_subject(id), self._serving.control)
         await self._migrations.start()
         await self._bus.respond(wire.migrate_subject(id), self._moves.migrate)
@@ -221,7 +226,7 @@ class Node:
                 self._serving.place(time.monotonic())
                 log.info("node.ready", engine=engine)
             case ipc.Made(deltas):
-                for gateway_id, made in deltas.items():
+                for gateway_id, made in self._gateways.named(deltas):
                     await self._streams.publish(gateway_id, made)
                     self._moves.hand_on(gateway_id, made)
             case ipc.State():
@@ -289,8 +294,8 @@ class Node:
     def stream(self, gateway: str, number: int) -> OpenStream | None:
         return self._gateways.wanted(gateway, number)
 
-    def take_over(self, run: wire.Run, at: int) -> int:
-        return self._streams.take_over(run, at)
+    def take_over(self, run: wire.Run, at: int, made: Sequence[int] = ()) -> int:
+        return self._streams.take_over(run, at, made)
 
     def give_back(self, run: wire.Run) -> None:
         self._streams.give_back(run)

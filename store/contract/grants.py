@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from store.contract import reports, views, wire
+from store.contract import reports, resumption, views, wire
 
 ANY = "*"  # matches a word of a subject
 BOOKS = "ledger"  # durable consumer of the usage
@@ -75,6 +75,7 @@ GATEWAY = User(
                 wire.migrate_subject,
                 wire.drain_subject,
                 wire.role_subject,
+                resumption.resume_subject,
                 views.timeline_subject,
                 views.pages_subject,
             )

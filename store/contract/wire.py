@@ -8,14 +8,15 @@ names the message and both versions.
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
-from operator import add
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec.structs import astuple
 
 from store.contract.device_bytes import DeviceBytes
+from store.contract.elapsed import NOTHING_SPENT as NOTHING_SPENT
+from store.contract.elapsed import Course as Course
 from store.contract.elapsed import Elapsed
+from store.contract.elapsed import Spent as Spent
 from store.contract.kv_curve import KeptLayers, KvCurve, curve_of
 from store.contract.priorities import Priority
 
@@ -141,6 +142,19 @@ class EngineSpec(Message, frozen=True, kw_only=True, tag="EngineSpec"):
         return curve_of(self.kv_layers) if self.kv_layers else KvCurve(self.kv_bytes_per_token, 0)
 
 
+class Resumable(msgspec.Struct, frozen=True, array_like=True):
+    """Mark of a request whose tokens the runtime keeps for a client that lost the connection."""
+
+    owner: bytes  # digest of tenant and key: no other caller hears of the request
+    body: bytes  # digest of route and body: a different request is not taken for this request
+    keep_s: float  # from the loss of the connection or the end of the tokens: then the runtime forgets the request
+    started_at: float = 0.0  # UNIX seconds: price and month of the bill follow from the start
+    taken: int = 0  # times that the request was taken up
+    # Prompt tokens found in the prefix cache, and written there, by the runtime that computed the prompt.
+    cached_tokens: int = 0
+    written_tokens: int = 0
+
+
 class Run(Message, frozen=True, kw_only=True, tag="Run"):
     """Command of a gateway to a runtime: make a stream of tokens.
 
@@ -167,6 +181,7 @@ class Run(Message, frozen=True, kw_only=True, tag="Run"):
     trace: str = ""  # W3C traceparent of the request's span; empty: the request is not traced
     grammar: bytes = b""  # JSON of the grammar of the output, in vLLM's words; empty: any output will do
     priority: Priority = Priority.NORMAL
+    resumable: Resumable | None = None  # None: the runtime keeps no tokens for a client that lost the connection
 
 
 class Refusal(IntEnum):
@@ -194,6 +209,7 @@ class Cancel(Message, frozen=True, kw_only=True, tag="Cancel"):
 
     gateway: str
     streams: list[int]
+    keep: bool = False  # a client may still resume the streams: the text ended, and the client may not have the end
 
 
 class Finish(IntEnum):
@@ -214,36 +230,6 @@ class Moved(msgspec.Struct, frozen=True, array_like=True):
     runtime: str
     epoch: int
     seq: int
-
-
-class Course(msgspec.Struct, frozen=True, array_like=True):
-    """Breakdown of a stream's time at a runtime so far, in microseconds: see runtime/core/ledgers/latency.py."""
-
-    queue_us: int = 0
-    wake_us: int = 0
-    switch_us: int = 0
-    prefill_us: int = 0
-    decode_us: int = 0
-    wait_us: int = 0
-
-
-class Spent(msgspec.Struct, frozen=True, array_like=True):
-    """Resources of a device and the host used by a stream so far: see runtime/core/ledgers/device_time.py."""
-
-    gpu_us: int = 0
-    switch_us: int = 0
-    kv_byte_s: int = 0
-    cache_byte_s: int = 0
-
-    def plus(self, other: Spent) -> Spent:
-        return Spent(*map(add, astuple(self), astuple(other)))
-
-    def most(self, other: Spent) -> Spent:
-        """Return the greater value of each field."""
-        return Spent(*map(max, astuple(self), astuple(other)))
-
-
-NOTHING_SPENT = Spent()
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):

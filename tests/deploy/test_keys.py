@@ -19,7 +19,7 @@ NAMES_THE_ROOT_KEY = {
     "secrets.sh",
     "RUNBOOK.md",
     "compose/compose.yaml",
-    "systemd/staccato-gateway.service",
+    "systemd/staccato-gateway@.service",
     "helm/staccato/values.yaml",
     "helm/staccato/templates/gateway.yaml",
     "helm/staccato/templates/NOTES.txt",

@@ -12,7 +12,7 @@ import pytest
 from tests.deploy.tools import DEPLOY, program
 
 UNITS = DEPLOY / "systemd"
-NAMES = ["gateway", "ledger", "migrate", "runtime@r1", "scheduler"]
+NAMES = ["gateway@1", "ledger", "migrate", "runtime@r1", "scheduler"]
 EXPOSURE_MOST = 20  # of 100, as `systemd-analyze security` counts
 
 
@@ -37,6 +37,12 @@ def analyze(verb: str, root: Path, unit: str, *options: str) -> subprocess.Compl
 def test_systemd_takes_the_unit(root: Path, name: str) -> None:
     ran = analyze("verify", root, f"staccato-{name}.service", "--man=no")
     assert ran.returncode == 0 and not ran.stderr, ran.stderr
+
+
+def test_the_gateways_share_a_socket(root: Path) -> None:
+    ran = analyze("verify", root, "staccato-gateway.socket", "--man=no")
+    assert ran.returncode == 0 and not ran.stderr, ran.stderr
+    assert "Sockets=staccato-gateway.socket\n" in (UNITS / "staccato-gateway@.service").read_text()
 
 
 def test_the_verification_can_fail(root: Path) -> None:

@@ -139,7 +139,7 @@ def wrong_docker(arguments: list[str], folder: Path, whole: bool) -> str | None:
 
 def wrong_systemctl(arguments: list[str], folder: Path, whole: bool) -> str | None:
     units = [word for word in arguments[1:] if word.startswith("staccato-")]
-    files = [re.sub(r"@.*", "@", unit) + ".service" for unit in units]
+    files = [unit if unit.endswith(".socket") else re.sub(r"@.*", "@", unit) + ".service" for unit in units]
     missing = [file for file in files if not (DEPLOY / "systemd" / file).is_file()]
     known = ("daemon-reload", "enable", "restart", "reload")
     return f"there is no {missing[0]}" if missing else None if arguments[0] in known else f"{arguments[0]} is no verb"

@@ -46,7 +46,7 @@ async def test_a_closed_call_is_booked_with_its_last_counters(nats_server: NatsS
         await meter.stop()
 
 
-async def test_what_a_dead_gateway_left_behind_is_booked_by_the_next_one(
+async def test_calls_that_a_dead_gateway_left_behind_are_booked_by_the_next_gateway(
     nats_server: NatsServer, tmp_path: Path
 ) -> None:
     dead = UsageJournal(tmp_path / "journal")
@@ -66,6 +66,26 @@ async def test_what_a_dead_gateway_left_behind_is_booked_by_the_next_one(
     empty = UsageJournal(tmp_path / "journal")
     assert empty.left_behind() == []
     empty.close()
+
+
+async def test_a_journal_whose_gateway_the_host_no_longer_has_is_booked_by_the_first_gateway(
+    nats_server: NatsServer, tmp_path: Path
+) -> None:
+    gone, used = UsageJournal(tmp_path / "gone"), UsageJournal(tmp_path / "used")
+    for journal, request in ((gone, "q1"), (used, "q2")):
+        call = meter_module.MeteredCall(usage(request), journal.take(usage(request)))
+        call.output_tokens = 4
+        journal.count(call)
+    gone.close()
+    async with Bus.connect(nats_server.url, "test") as bus:
+        meter = Meter(bus, tmp_path / "journal", [tmp_path / "gone", tmp_path / "used"])
+        await meter.start()
+        records = await booked(bus, 1)
+        assert {r.request: (r.output_tokens, r.finish) for r in records.values()} == {"q1": (4, "gateway_lost")}
+        await meter.stop()
+    assert not (tmp_path / "gone").exists()
+    assert len(used.left_behind()) == 1  # a gateway has the file
+    used.close()
 
 
 async def test_a_call_closed_while_nats_is_away_is_booked_when_it_is_back(

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -39,7 +40,11 @@ class Ready(http.server.BaseHTTPRequestHandler):
         self.wfile.write(said or b"")
     def log_message(self, *_): pass
 FLEET = pathlib.Path(os.environ["STACCATO_DATA"], "fleet.json")
-http.server.HTTPServer(("127.0.0.1", int(os.environ["STACCATO_PORT"])), Ready).serve_forever()
+import socket
+server = http.server.HTTPServer(("127.0.0.1", 0), Ready, bind_and_activate=False)
+server.socket.close()
+server.socket = socket.socket(fileno=int(os.environ["STACCATO_LISTEN_FDS"]))
+server.serve_forever()
 '''
 SLEEP = "import time; time.sleep(60)"
 up.module_command = lambda name: (sys.executable, "-c", READY if name == "gateway.app" else SLEEP)
@@ -124,6 +129,49 @@ def test_the_supervisor_is_light_and_idle(platform: Platform) -> None:
     time.sleep(1)
     assert rss_kib < 100 << 10
     assert cpu_s(platform.process.pid) - before_s <= 0.02
+
+
+def gateways(pid: int) -> list[int]:
+    """Ids of the gateways among the children of the supervisor `pid`."""
+    return sorted(child for child, command in children(pid).items() if "http.server" in command)
+
+
+def test_a_killed_gateway_is_started_again_alone_and_the_neighbour_serves_meanwhile(settings: Settings) -> None:
+    platform = Platform(settings, "--gateways", "2")
+    try:
+        platform.ready()
+        process = platform.process
+        until(lambda: len(gateways(process.pid)) == 2, process)
+        first, second = gateways(process.pid)
+        os.kill(first, signal.SIGKILL)
+        began_s = time.monotonic()
+        answers(settings.port, within_s=5)
+        assert time.monotonic() - began_s < 1.0
+        until(lambda: len(gateways(process.pid)) == 2, process)
+        assert second in gateways(process.pid) and first not in gateways(process.pid)
+        assert {path.name for path in (settings.data / "logs").glob("gateway*.log")} == {
+            "gateway.log",
+            "gateway-2.log",
+        }
+        process.send_signal(signal.SIGTERM)
+        assert platform.end()[0] == 0
+    finally:
+        platform.process.kill()
+        platform.process.wait()
+
+
+def test_each_gateway_has_a_number_a_journal_and_the_same_sockets(tmp_path: Path) -> None:
+    settings = load(data=tmp_path, gateways=2)
+    first, second = (up.gateway(settings, (7, 8), number) for number in (1, 2))
+    assert (first.name, second.name) == ("gateway", "gateway-2")
+    assert first.fds == second.fds == (7, 8)
+    assert second.environment["STACCATO_GATEWAY_NUMBER"] == "2"
+    assert second.environment["STACCATO_LISTEN_FDS"] == "7,8"
+    assert settings.usage_journal(1).name == "gateway.journal"
+    for number in (2, 3):
+        settings.usage_journal(number).touch()
+    assert [path.name for path in settings.left_journals] == ["gateway-3.journal"]
+    assert settings.model_copy(update={"gateway_number": 2}).left_journals == []
 
 
 def cpu_s(pid: int) -> float:
@@ -391,10 +439,15 @@ def test_the_platform_outlives_an_output_that_can_not_be_written(settings: Setti
 
 
 def answers(port: int, within_s: float = 60) -> None:
-    """Return when the port takes connections."""
+    """Return when a gateway answers: connections wait in the supervisor's socket until a gateway takes them."""
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.2):
-            return
+        with (
+            contextlib.suppress(OSError),
+            contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, 30)) as asked,
+        ):
+            asked.request("GET", "/readyz")
+            if asked.getresponse().status == 200:
+                return
         time.sleep(0.05)
-    raise AssertionError(f"nothing listens on port {port} after {within_s} s")
+    raise AssertionError(f"no gateway answers on port {port} after {within_s} s")

@@ -91,7 +91,7 @@ class ScriptedRelay:
     async def cancel(self, streams: Iterable[int]) -> None:
         self._leave(streams)
 
-    async def leave(self, streams: Iterable[int]) -> None:
+    async def leave(self, streams: Iterable[int], keep: bool = False) -> None:
         self._leave(streams)
 
     def _leave(self, streams: Iterable[int]) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
@@ -148,7 +148,7 @@ class PlayedNode:
     def stream(self, gateway: str, number: int) -> OpenStream | None:
         return self.streams.get((gateway, number))
 
-    def take_over(self, run: wire.Run, at: int) -> int:
+    def take_over(self, run: wire.Run, at: int, made: Sequence[int] = ()) -> int:
         self.streams[run.gateway, run.stream] = OpenStream(run, 0.0, at)
         return 41
 
@@ -302,9 +302,9 @@ async def test_who_was_cancelled_in_the_last_moment_is_cancelled_there(nodes: No
     one, two = nodes
     take_over = two.take_over
 
-    def cancelled_meanwhile(run: wire.Run, at: int) -> int:
+    def cancelled_meanwhile(run: wire.Run, at: int, made: Sequence[int] = ()) -> int:
         del one.streams["g", 5]
-        return take_over(run, at)
+        return take_over(run, at, made)
 
     two.take_over = cancelled_meanwhile  # type: ignore[method-assign]
     await one.migrations.move("g", 5, "r2")
