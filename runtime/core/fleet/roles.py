@@ -39,7 +39,7 @@ class RoleRule(msgspec.Struct, frozen=True):
 
 
 class RoleView(msgspec.Struct, frozen=True):
-    """What a device reports for the choice of roles. Counters are cumulative since the start of the device process."""
+    """Report of a device for the choice of roles. Counters are cumulative since the start of the device process."""
 
     device: int
     at: float  # seconds
@@ -54,7 +54,7 @@ class RoleView(msgspec.Struct, frozen=True):
 
 
 class RolesNeeded(msgspec.Struct, frozen=True):
-    """What the last window says."""
+    """Needs of the fleet in the last window."""
 
     late: float | None  # share of late tokens; None: too few tokens
     prompts: float  # devices that prompts keep busy

@@ -20,7 +20,7 @@ SMALL = {ModelKey("a"): 8 * GIB, ModelKey("b"): 8 * GIB}
 
 @dataclass(frozen=True)
 class Pressure:
-    """What happens on every device within a second."""
+    """Load of every device within a second."""
 
     prompts: float = 0.2  # share of a device's time
     late: float = 0.0  # share of the tokens
