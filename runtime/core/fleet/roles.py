@@ -32,6 +32,7 @@ class RoleRule(msgspec.Struct, frozen=True):
     weights: float = 0.8  # share of a device's memory that weights may take
     window_s: float = 15.0  # over which rates and shares are taken
     checks: int = 5  # in a row that must ask for a change
+    settle_s: float = 3.0  # after a change, until reports tell of the new roles
     hold_s: float = 30.0  # least time between two changes
     falls_to: float = 0.5  # a trial fails if the share of late tokens stays above this part of the share before
     pause_s: float = 120.0  # after a trial without success; then twice as long each time
@@ -80,6 +81,8 @@ class RolePolicy:
             views: last reports of the devices that take requests. Devices that drain or died are left out.
             now: seconds."""
         self._note(views, now)
+        if now < self._changed_at + self._rule.settle_s:
+            return {}
         roles = {view.device: view.role for view in views}
         if any([view.role is not Role.BOTH and not view.given for view in views]):  # an operator's choice stands
             return {view.device: Role.BOTH for view in views if view.given and view.role is not Role.BOTH}
