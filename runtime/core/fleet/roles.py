@@ -167,7 +167,8 @@ class RolePolicy:
             late += last.late - first.late
             busy += sum([view.busy for view in known]) / len(known)
             if last.at > first.at:
-                prompts += (last.prompt_s - first.prompt_s) / (last.at - first.at)
+                share = (last.prompt_s - first.prompt_s) / (last.at - first.at)
+                prompts += min(share, rule.full)  # a device computes no more, and costs may be guessed too high
         for view in views:
             weights.update(view.weights)
         least_bytes = min([view.memory_bytes for view in views], default=0)

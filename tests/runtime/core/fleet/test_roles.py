@@ -169,6 +169,15 @@ def test_counters_of_a_process_started_again_are_no_load() -> None:
     assert needed.prompts == pytest.approx(0.4) and needed.late == 0.0
 
 
+def test_prompts_of_a_device_count_no_more_than_a_device_can_compute() -> None:
+    """Every request is on a single device, and the costs of prompts are guessed too high."""
+    fleet = PlayedFleet(2)
+    for _ in range(30):
+        fleet.second(Pressure(prompts=0.0, late=0.1))
+        fleet.views[0] = replace(fleet.views[0], prompt_s=fleet.views[0].prompt_s + 2.6)
+    assert sorted(fleet.roles) == [Role.DECODE, Role.PREFILL]
+
+
 PRESSURES = st.builds(
     Pressure,
     prompts=st.sampled_from([0.0, 0.05, 0.2, 0.5]),
