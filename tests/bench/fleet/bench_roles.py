@@ -35,8 +35,8 @@ POOLS = [(), (Role.PREFILL, *[Role.DECODE] * 3), (*[Role.PREFILL] * 2, *[Role.DE
 CASES = [(2, 6.0), (2, 8.0), (3, 8.0), (12, 4.0)]  # number of models, requests per second for the fleet
 
 
-def with_long_prompts(models: int, per_s: float, seed: int) -> Workload:
-    work, rng = base(models, seed, rate=per_s / models, duration_s=180.0), np.random.default_rng(seed)
+def with_long_prompts(models: int, per_s: float, seed: int, duration_s: float = 180.0) -> Workload:
+    work, rng = base(models, seed, rate=per_s / models, duration_s=duration_s), np.random.default_rng(seed)
     prompts, outputs = (rng.integers(*tokens, len(work.at_s)).astype(np.int32) for tokens in (PROMPTS, ANSWERS))
     return replace(work, prompt_tokens=prompts, output_tokens=outputs)
 
