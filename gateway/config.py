@@ -85,6 +85,7 @@ class Settings(BaseSettings):
     # Most runtimes: above `runtimes`, `staccato up` starts and ends runtimes as the load needs.
     runtimes_most: int = Field(default_factory=lambda values: values["runtimes"], ge=0, le=64)
     prefill: int = Field(0, ge=0)  # runtimes that compute prompts and hand requests on to the decode runtimes
+    roles: Literal["fixed", "auto"] = "fixed"  # auto: the scheduler gives and takes back roles, as prompts need
     # Pool of pages of each runtime: a size, or a part of the device's memory as 90%.
     device_memory: Annotated[Annotated[ByteSize, Field(ge=4 << 20)] | MemoryShare, BeforeValidator(size_or_share)] = (
         ByteSize(512 << 20)
@@ -153,6 +154,13 @@ class Settings(BaseSettings):
         if prefill and prefill >= runtimes:
             raise ValueError(f"of {runtimes} runtimes at most {max(0, runtimes - 1)} can be for prompts")
         return prefill
+
+    @field_validator("roles")
+    @classmethod
+    def _given_by_one(cls, roles: str, info: ValidationInfo) -> str:
+        if roles == "auto" and info.data.get("prefill"):
+            raise ValueError(f"the scheduler can't choose roles that {PREFIX}PREFILL fixes: leave one of the two out")
+        return roles
 
     @field_validator("policy")
     @classmethod

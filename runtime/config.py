@@ -46,6 +46,9 @@ class SchedulerSettings(BaseSettings):
     runtimes_least: Annotated[int, Field(ge=1)] = 1
     runtimes_most: Annotated[int, Field(ge=0)] = 0  # 0: the scheduler does not
 
+    # auto: the scheduler gives runtimes roles while prompts make tokens late, and takes the roles back
+    roles: Literal["fixed", "auto"] = "fixed"
+
     def check(self) -> None:
         """Raises ValueError with a single sentence if settings contradict each other."""
         if 0 < self.runtimes_most < self.runtimes_least:

@@ -41,6 +41,10 @@ def up(
         int | None,
         typer.Option(help=f"Number of these runtimes that only compute prompts, {_default('prefill', '0')}"),
     ] = None,
+    roles: Annotated[
+        str | None,
+        typer.Option(help=f"auto: the scheduler gives and takes back roles of runtimes, {_default('roles', 'fixed')}"),
+    ] = None,
     device_memory: Annotated[
         str | None,
         typer.Option(
@@ -73,6 +77,7 @@ def up(
         **bounds(runtimes),
         gateways=gateways,
         prefill=prefill,
+        roles=roles,
         device_memory=device_memory,
         gpus=gpus,
         policy=policy,

@@ -47,7 +47,7 @@ RUNTIME_SETTINGS = (
     *("nats_url", "nats_ca", "device_memory", "host_cache", "disk_cache", "disk_folder", "policy", "journal"),
     *("log_level", "fork_server"),
 )
-SCHEDULER_SETTINGS = ("nats_url", "nats_ca", "log_level")
+SCHEDULER_SETTINGS = ("nats_url", "nats_ca", "roles", "log_level")
 LEDGER_SETTINGS = ("nats_url", "nats_ca", "database_url", "request_days", "log_level")
 
 

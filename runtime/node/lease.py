@@ -76,6 +76,8 @@ class LeaseKeeper:
             draining=own.draining,
             surplus=own.surplus,
             role=own.role,
+            role_given=own.role_given,
+            prompt_s=round(own.prompt_s, 3),
             host_cache=self._host.host_cache_id,
             receives_at=self._host.door.address,
             reads=self._host.door.agents is not None,

@@ -63,7 +63,13 @@ class StreamMoves:
         return wire.Reply()
 
     async def set_role(self, data: bytes) -> wire.Reply:
-        self._own.role = wire.decode(wire.SetRole, data).role
+        """Take a role. A scheduler changes no role of an operator."""
+        asked, own = wire.decode(wire.SetRole, data), self._own
+        if refusal := self._late(asked.term):
+            return refusal
+        if asked.term and own.role is not Role.BOTH and not own.role_given:
+            return wire.Reply(refusal=Refusal.BUSY, reason=f"runtime {own.id} has the role of an operator, {own.role}")
+        own.role, own.role_given = asked.role, asked.term > 0 and asked.role is not Role.BOTH
         self._own.lease_due.set()
         self._own.report_due.set()
         return wire.Reply()

@@ -25,6 +25,8 @@ class OwnState:
     id: str
     epoch: int
     role: Role
+    role_given: bool = False  # the scheduler gave the role
+    prompt_s: float = 0.0  # time of the device that the prompts of the requests so far take
     device: ipc.NodeEnd | None = None  # None: no device process is ready
     engine: str = ""  # version of the engine, told by the device process
     life: int = 0  # number of the device process in the host cache

@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 from collections import Counter
 
-import msgspec
-
 from runtime.core.fleet.report import report_of
-from runtime.core.ledgers.costs import Law, LawCosts
+from runtime.core.ledgers.costs import LawCosts
 from runtime.node.gateways import Gateways
 from runtime.node.lease import LeaseKeeper
 from runtime.node.own import OwnState
@@ -25,9 +23,7 @@ APART_S = 0.05  # least time between two reports
 class Reporter:
     """Publishes the reports of a runtime.
 
-    Args:
-        law: costs of any model on this device; empty: not measured.
-        specs: specs of the models hosted on this runtime, by key."""
+    `costs`: costs of the models hosted on this runtime."""
 
     def __init__(
         self,
@@ -35,11 +31,10 @@ class Reporter:
         own: OwnState,
         gateways: Gateways,
         lease: LeaseKeeper,
-        law: dict[str, float],
-        specs: dict[str, wire.EngineSpec],
+        costs: LawCosts,
     ) -> None:
         self._bus, self._own, self._gateways, self._lease = bus, own, gateways, lease
-        self._costs = LawCosts(msgspec.convert(law, Law) if law else None, specs)
+        self._costs = costs
         self._seq = 0
         self._last: Report | None = None
         self._sent_at = 0.0

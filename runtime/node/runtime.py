@@ -100,9 +100,10 @@ class Node:
             self._grammars,
             self._migrations.spawn,
             self._moves.move_off_all,
+            settings.law,
         )
         self._lease = LeaseKeeper(bus, own, self, gateways, self._serving, child, self._migrations, settings.law)
-        self._reporter = Reporter(bus, own, gateways, self._lease, settings.law, self._serving.hosted)
+        self._reporter = Reporter(bus, own, gateways, self._lease, self._serving.costs)
         self._views = Views(own.id, self.device)
 
     async def run(self, stop: asyncio.Event) -> None:

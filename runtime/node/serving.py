@@ -7,12 +7,14 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+import msgspec
 import structlog
 
 from runtime import ipc
 from runtime.core.compile_orders import NotCompiled
 from runtime.core.fleet.crash_backoff import Quarantine
 from runtime.core.fleet.hosting import Hosting
+from runtime.core.ledgers.costs import Law, LawCosts
 from runtime.core.ledgers.fair_share import may_take
 from runtime.migration.host import OpenStream
 from runtime.migration.peers import Peers
@@ -43,12 +45,14 @@ class ModelServing:
         grammars: Grammars,
         spawn: Callable[[Coroutine[None, None, Any]], asyncio.Task[Any]],
         move_off: Callable[[str], Awaitable[None]],
+        law: dict[str, float],
     ) -> None:
         self._own, self._gateways, self._streams, self._peers = own, gateways, streams, peers
         self._quarantine, self._grammars = quarantine, grammars
         self._spawn, self._move_off = spawn, move_off
         self._hosting = Hosting(own.id)
         self.hosted: dict[str, wire.EngineSpec] = {}
+        self.costs = LawCosts(msgspec.convert(law, Law) if law else None, self.hosted)
         self._placed: dict[str, wire.EngineSpec] = {}  # hosted models given to the present device process
         self.leaving: dict[str, asyncio.Task[None]] = {}  # by model, the task that moves the model's streams away
 
@@ -60,11 +64,19 @@ class ModelServing:
         if refusal := self.refusal(run):
             return refusal
         stream, last = self._streams.open(run)
+        self._own.prompt_s += self._prompt_s(run)
         if run.grammar:
             stream.compiling = self._spawn(self._compile(stream))
         else:
             self._own.send(ipc.Start(run))
         return wire.Reply(epoch=self._own.epoch, seq=last)
+
+    def _prompt_s(self, run: wire.Run) -> float:
+        """Return the time that the prompt takes: by the costs of the model, scaled to what the device has learnt."""
+        costs, state = self.costs.of(run.model), self._own.state.models.get(run.model)
+        longest_s = costs.prefill(self.hosted[run.model].max_model_len)
+        learnt = 1.0 if state is None or not state.prefill_ms else state.prefill_ms / 1e3 / longest_s
+        return costs.prefill(run.prompt_tokens) * learnt
 
     async def _compile(self, stream: OpenStream) -> None:
         """Give the request to the device when the request's grammar is compiled; end the request if compiling fails."""

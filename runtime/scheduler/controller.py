@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 import uuid
+from collections.abc import Callable
 
 import structlog
 import uvloop
@@ -23,10 +24,11 @@ import uvloop
 from runtime.config import SchedulerSettings
 from runtime.core.device.request import ModelKey
 from runtime.core.fleet.assignment import Placing
-from runtime.core.fleet.cluster import JOIN_S_MOST, Cluster, DrainOrder, Join, MigrateOrder, Order, Rules
+from runtime.core.fleet.cluster import JOIN_S_MOST, Cluster, DrainOrder, Join, MigrateOrder, Order, RoleOrder, Rules
 from runtime.core.fleet.headroom import headroom
 from runtime.core.fleet.rebalance import LackingModel, Load
 from runtime.core.fleet.report import kv_room_bytes, needed_pages
+from runtime.core.fleet.roles import RoleRule, RoleView
 from runtime.core.fleet.scaling import Band
 from store.bus import LEASE_TTL_S, Bus, BusError
 from store.contract import grants, wire
@@ -40,6 +42,12 @@ log = structlog.get_logger()
 ROLE = "scheduler"
 TICK_S = 1.0  # also the interval between two reports of a runtime
 ALL = 1 << 20  # requests: more than a runtime has
+Sent = wire.Migrate | wire.Drain | wire.SetRole  # orders to runtimes
+SUBJECTS: dict[type, Callable[[str], str]] = {
+    wire.Migrate: wire.migrate_subject,
+    wire.Drain: wire.drain_subject,
+    wire.SetRole: wire.role_subject,
+}
 
 
 class LeasedFleet:
@@ -78,7 +86,9 @@ class LeasedFleet:
         number = self._number(lease)
         self._leases[lease.runtime], self._heard_at[lease.runtime] = lease, now
         self.placing.hear(lease, now)
-        if self.cluster.devices[number].there:
+        device = self.cluster.devices[number]
+        device.role = lease.role
+        if device.there:
             self.cluster.hear(self._load(number, lease, now))
 
     def _number(self, lease: wire.Lease) -> int:
@@ -138,6 +148,23 @@ class LeasedFleet:
             queued_bytes=waited - head,
             least_bytes=min([s.least_bytes for _, s in models if s.least_bytes is not None], default=None),
             lacking=self._lacking(lease),
+            roles=self._role_view(number, lease, now) if self.cluster.rules.roles else None,
+        )
+
+    def _role_view(self, number: int, lease: wire.Lease, now: float) -> RoleView:
+        attained, states = lease.attainment.values(), lease.models.items()
+        with_requests = [key for key, state in states if state.running + state.waiting and key in self._specs]
+        return RoleView(
+            device=number,
+            at=now,
+            role=lease.role,
+            memory_bytes=lease.pages_total * lease.page_bytes,
+            prompt_s=lease.prompt_s,
+            tokens=sum(each.tokens for each in attained),
+            late=sum(each.tokens - each.on_time for each in attained),
+            busy=sum(state.busy for _, state in states),
+            weights={ModelKey(key): self._specs[key].weight_bytes for key in with_requests},
+            given=lease.role_given,
         )
 
     def _lacking(self, lease: wire.Lease) -> dict[ModelKey, LackingModel]:
@@ -180,7 +207,7 @@ class LeasedFleet:
 
     # ── asked ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def tick(self, now: float) -> list[tuple[str, wire.Migrate | wire.Drain]]:
+    def tick(self, now: float) -> list[tuple[str, Sent]]:
         """Orders to send now, as pairs of runtime and message; first drops runtimes without a recent lease."""
         for runtime, at in list(self._heard_at.items()):
             if now - at > LEASE_TTL_S:
@@ -189,7 +216,7 @@ class LeasedFleet:
                 self._forget(runtime)
         return [said for order in self.cluster.tick(now) for said in self._said(order)]
 
-    def _said(self, order: Order) -> list[tuple[str, wire.Migrate | wire.Drain]]:
+    def _said(self, order: Order) -> list[tuple[str, Sent]]:
         match order:
             case MigrateOrder(source, target, model, count):
                 return self._migrate(self._names[source], self._names[target], model, count)
@@ -200,11 +227,11 @@ class LeasedFleet:
                 again = sorted(self.surplus)[:count]  # surplus runtimes are still present
                 self.surplus.difference_update(again)
                 return [(runtime, wire.Drain(on=False)) for runtime in again]
+            case RoleOrder(device, role):
+                return [(self._names[device], wire.SetRole(role=role))]
         return []
 
-    def _migrate(
-        self, source: str, target: str, model: ModelKey | None, count: int | None
-    ) -> list[tuple[str, wire.Migrate | wire.Drain]]:
+    def _migrate(self, source: str, target: str, model: ModelKey | None, count: int | None) -> list[tuple[str, Sent]]:
         if model is not None and model not in self._leases[target].models:
             self.settled(source)
             return []
@@ -319,22 +346,23 @@ class Scheduler:
             if refusal and isinstance(order, wire.Drain) and order.on:
                 self._fleet.not_drained(runtime)
 
-    async def _order(self, runtime: str, order: wire.Migrate | wire.Drain) -> str:
+    async def _order(self, runtime: str, order: Sent) -> str:
         """Sends an order and returns why the runtime does not obey; "" if the runtime obeys."""
-        subject = wire.migrate_subject if isinstance(order, wire.Migrate) else wire.drain_subject
         try:
-            reply = wire.decode(wire.Reply, await self._bus.request(subject(runtime), order, TICK_S))
+            reply = wire.decode(wire.Reply, await self._bus.request(SUBJECTS[type(order)](runtime), order, TICK_S))
         except BusError as error:
             return str(error)
         return reply.reason if reply.refusal is not None else ""
 
 
-def _shown(order: wire.Migrate | wire.Drain) -> dict[str, object]:
+def _shown(order: Sent) -> dict[str, object]:
     match order:
         case wire.Migrate(target=target, model=model, count=count):
             return {"target": target, "model": model, "requests": "all" if count >= ALL else count}
         case wire.Drain(on=on):
             return {"drain": on}
+        case wire.SetRole(role=role):
+            return {"role": str(role)}
 
 
 def _step_bytes(spec: wire.EngineSpec, state: wire.ModelState, page_bytes: int) -> int:
@@ -355,7 +383,8 @@ async def serve(settings: SchedulerSettings) -> None:
     async with Bus.connect(settings.nats_url, name, *identity) as bus:
         band = Band(settings.runtimes_least, settings.runtimes_most) if settings.runtimes_most else None
         giving = asyncio.create_task(signs.give(lambda: bus.connected))
-        await Scheduler(bus, Rules(migrate=True, band=band), name).run(stop)
+        roles = RoleRule() if settings.roles == "auto" else None
+        await Scheduler(bus, Rules(migrate=True, band=band, roles=roles), name).run(stop)
         await ended(giving)
 
 

@@ -42,6 +42,7 @@ from runtime.core.device.pages import Pages
 from runtime.core.device.request import ModelKey, Request, RequestId
 from runtime.core.engine import WeightSource
 from runtime.core.fleet.rebalance import LackingModel, Load, RequestMemory, load_of
+from runtime.core.fleet.roles import RoleView
 from runtime.core.ledgers.device_time import DeviceTime
 from runtime.core.turns.turn import Turns
 from runtime.sim.engine import SimulatedEngine
@@ -73,6 +74,7 @@ class SimulatedDevice:
         self.engines: dict[ModelKey, SimulatedEngine] = {}
         self._batched_tokens = profile.batched_tokens
         self.busy_s = self.switching_s = self.loading_s = 0.0
+        self.prompt_s = 0.0  # time that the prompts of the requests that came take
         self.fetches = 0
         self._in_host_cache: dict[ModelKey, int] = {}  # bytes of each image, if the profile has tiers
         self._to_read: set[ModelKey] = set()  # models whose images are on disk until the next fetch
@@ -91,6 +93,8 @@ class SimulatedDevice:
             return
         if request.model not in self.instance.models:
             self._place(request.model)
+        if not request.handed:
+            self.prompt_s += self.costs[request.model].prefill(request.context)
         self.happen(Arrived(request))
 
     def _place(self, model: ModelKey) -> None:
@@ -115,9 +119,29 @@ class SimulatedDevice:
         kv_bytes = float(self.profile.memory_bytes - weights)
         usages = self.usages()
         load = load_of(self.number, world.now, kv_bytes, usages, shares)
+        if world.cluster.rules.roles is not None:
+            load = msgspec.structs.replace(load, roles=self._role_view(shares))
         if load.used_bytes + load.queued_bytes <= kv_bytes:
             return load
         return msgspec.structs.replace(load, lacking=self._lacking(usages))
+
+    def _role_view(self, shares: dict[ModelKey, float]) -> RoleView:
+        tokens = on_time = 0
+        for total in self.instance.requests.attainment.totals.values():
+            tokens += total.tokens
+            on_time += total.on_time
+        return RoleView(
+            device=self.number,
+            at=self.world.now,
+            role=self.world.cluster.devices[self.number].role,
+            memory_bytes=self.profile.memory_bytes,
+            prompt_s=self.prompt_s,
+            tokens=tokens,
+            late=tokens - on_time,
+            busy=sum(shares.values()),
+            weights={model: self.costs[model].weight_bytes for model in shares},
+            given=True,
+        )
 
     def _lacking(self, usages: list[RequestMemory]) -> dict[ModelKey, LackingModel]:
         counts, needed = dict[ModelKey, int](), dict[ModelKey, float]()

@@ -70,7 +70,7 @@ class Moves:
             return
         usage = pick(source.usages(), there.kv_bytes - there.used_bytes)
         if usage is not None and helps(load, there, drains, low, usage.kv_bytes):
-            self._begin(source.request(usage.model, usage.request), source, target)
+            self.begin(source.request(usage.model, usage.request), source, target)
 
     def _gives(self, source: SimulatedDevice) -> bool:
         return any(move.source is source for move in self.by_request.values())
@@ -82,10 +82,11 @@ class Moves:
         if count is not None:
             requests.sort(key=_leaves_first)
         for request in [request for request in requests if request.id not in self.by_request][:count]:
-            self._begin(request, source, target)
+            self.begin(request, source, target)
         self._settle(source)
 
-    def _begin(self, request: Request, source: SimulatedDevice, target: SimulatedDevice) -> None:
+    def begin(self, request: Request, source: SimulatedDevice, target: SimulatedDevice) -> None:
+        """Begin the move of a request of the source that is not on its way."""
         move = self.by_request[request.id] = SimulatedMove(request, source, target, self.world.now)
         self.world.moving.add(request.id)
         if request.computed:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import msgspec
 
 from runtime.core.device.request import ModelKey, Objective, Request, RequestId, request_id
-from runtime.core.fleet.cluster import Join, MigrateOrder, Order, Retire, Rules
+from runtime.core.fleet.cluster import Join, MigrateOrder, Order, Retire, RoleOrder, Rules
 from runtime.core.ledgers.costs import Profile
 from runtime.core.turns.turn import Turns
 from runtime.sim.device import SimulatedDevice
@@ -21,6 +21,7 @@ from runtime.sim.report import LaneSpan
 from runtime.sim.simulation import Simulation
 from runtime.sim.workload import RESTART_S, SILENT_S, InjectedFault, Workload, WorkloadTenant
 from store.contract.priorities import PATIENCE_S, Priority
+from store.contract.wire import Role
 
 JOIN_S = 20.0  # time from the order of a device to its arrival
 
@@ -88,6 +89,7 @@ class World(Simulation):
         self.moves = Moves(self, self.devices)
         self.open: set[RequestId] = set()
         self.resumed = 0
+        self.role_changes = 0
         self._turns, self._rules, self._faults, self._join_s = turns, rules, faults, join_s
         self._gone: list[SimulatedDevice] = []  # devices gone and replaced
         self._since: dict[int, float] = dict.fromkeys(range(devices), 0.0)  # start of payment, by device
@@ -189,6 +191,8 @@ class World(Simulation):
         self.moves.order([order for order in orders if isinstance(order, MigrateOrder)])
         for order in orders:
             self._obey(order)
+        if self.cluster.rules.roles is not None:
+            self._hand_on()
         if self.checks:
             self.check()
         self.at(self.now + interval_s, self._tick, interval_s)
@@ -203,6 +207,21 @@ class World(Simulation):
         elif isinstance(order, Retire):
             self._paid_s += self._paid_for(self._since.pop(order.device))
             self.devices[order.device].gone = True
+        elif isinstance(order, RoleOrder):
+            self.cluster.devices[order.device].role = order.role
+            self.role_changes += 1
+
+    def _hand_on(self) -> None:
+        """Begin to move requests with a first token away from devices that compute prompts alone."""
+        for device in self.cluster.devices:
+            if device.role is not Role.PREFILL or not device.serves:
+                continue
+            source = self.devices[device.number]
+            for usage in source.usages():
+                request = source.request(usage.model, usage.request)
+                number = self.dispatch.target(request, self.cluster, self.now) if request.sent else None
+                if number is not None and number != device.number and not usage.moves:
+                    self.moves.begin(request, source, self.devices[number])
 
     def _join(self, number: int | None) -> None:
         """Adds a device: a new device if `number` is None, else the restarted device of the number."""

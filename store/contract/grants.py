@@ -89,7 +89,7 @@ GATEWAY = User(
 )
 SCHEDULER = User(
     "scheduler",
-    says=(wire.migrate_subject(ANY), wire.drain_subject(ANY)),
+    says=(wire.migrate_subject(ANY), wire.drain_subject(ANY), wire.role_subject(ANY)),
     reads=(wire.LEASES, wire.LEASE_BASES, wire.MODELS, wire.PLACES, wire.LEADER),
     writes=(key(wire.PLACES, ANY), key(wire.LEADER, ANY)),
 )

@@ -1,8 +1,7 @@
 """The contract between processes: every subject and every message that crosses the bus.
 
-Pure: no I/O, no clock. Messages are msgspec structs in MessagePack, each with a fixed tag. `VERSION` rises when a
-reader of the old version could misread the new version. A process refuses a message of a foreign version; the error
-names the message and both versions.
+Pure. Messages are msgspec structs in MessagePack, each with a fixed tag. `VERSION` rises when a reader of the old
+version could misread the new version. A process refuses a message of a foreign version, and names both versions.
 """
 
 from __future__ import annotations
@@ -392,6 +391,7 @@ class SetRole(Message, frozen=True, kw_only=True, tag="SetRole"):
     """Command to take a role from now on. Open requests stay, but under PREFILL requests with a first token move on."""
 
     role: Role
+    term: int = 0  # term of the commanding scheduler; 0: an operator, whose role no scheduler changes
 
 
 class Drain(Message, frozen=True, kw_only=True, tag="Drain"):
@@ -451,9 +451,7 @@ class ModelState(Message, frozen=True, kw_only=True, tag="ModelState", omit_defa
 
 
 class Attained(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Attainment of the objective by ended requests, as sums: the sums of several runtimes can be added.
-
-    runtime/core/ledgers/attainment.py explains the definitions."""
+    """Sums over ended requests, by the definitions of runtime/core/ledgers/attainment.py."""
 
     requests: int = 0
     first_on_time: int = 0  # requests whose first token was on time
@@ -489,6 +487,8 @@ class Lease(Message, frozen=True, kw_only=True, tag="Lease"):
     draining: bool = False
     surplus: bool = False  # the scheduler drained the runtime for want of load, and may ask the runtime back
     role: Role = Role.BOTH
+    role_given: bool = False  # the scheduler gave the role, and may take the role back
+    prompt_s: float = 0.0  # time of the device that the prompts of the requests so far take, by the device's costs
     host_cache: str = ""  # name of the runtime's host cache: runtimes with an equal name share the cache
     receives_at: str = ""  # host:port to which sources send blocks of moving requests; empty: takes no blocks
     reads: bool = False  # the runtime prefers to read blocks out of the source's memory, by NIXL

@@ -15,8 +15,10 @@ import msgspec
 
 from runtime.core.device.request import ModelKey, Request
 from runtime.core.fleet.rebalance import HIGH_STEPS, LOW_STEPS, Load, pairs, pick_model, pick_part, steps
+from runtime.core.fleet.roles import RolePolicy, RoleRule
 from runtime.core.fleet.scaling import Band, FleetScaling
 from runtime.core.ledgers.costs import ModelCosts
+from store.contract.wire import Role
 
 STALE = 2.5  # intervals: older reports count for nothing
 MOVE_S_MOST = 30.0  # a model's move that is not over after 30 s has failed
@@ -31,6 +33,7 @@ class Rules(msgspec.Struct, frozen=True):
     low_steps: float = LOW_STEPS
     high_steps: float = HIGH_STEPS
     band: Band | None = None  # None: the number of devices does not change
+    roles: RoleRule | None = None  # None: roles of devices do not change
     interval_s: float = 1.0  # between two reports of a device
 
 
@@ -65,7 +68,14 @@ class Retire(msgspec.Struct, frozen=True):
     device: int
 
 
-Order = MigrateOrder | Join | DrainOrder | Retire
+class RoleOrder(msgspec.Struct, frozen=True):
+    """The device computes prompts alone, or decodes alone, or does both, from now on."""
+
+    device: int
+    role: Role
+
+
+Order = MigrateOrder | Join | DrainOrder | Retire | RoleOrder
 
 
 class MoveOrdered(NamedTuple):
@@ -91,6 +101,7 @@ class FleetDevice:
     there: bool = True
     died: bool = False  # the device is not there, but comes back by itself
     drains: bool = False
+    role: Role = Role.BOTH
     report: Load | None = None
     given: list[Load] = field(default_factory=list)  # requests given since the last report
     free: float = -float("inf")  # freeness by the last report, less the requests given since
@@ -112,6 +123,7 @@ class Cluster:
         self.where: dict[ModelKey, int] = {}  # device with the model's requests
         self.residents: dict[ModelKey, set[int]] = {}  # devices with the model's weights
         self._scaling = FleetScaling(self.rules.band) if self.rules.band else None
+        self._roles = RolePolicy(self.rules.roles) if self.rules.roles else None
         self._moves: dict[int, MoveOrdered] = {}  # by source
         self._joining: list[float] = []  # for each device asked for: until when the fleet waits for the device
 
@@ -250,12 +262,16 @@ class Cluster:
             orders += self._migrations(loads, now)
         if self._scaling is not None:
             orders += self._scale(loads, now)
+        if self._roles is not None:
+            views = [load.roles for load in loads if load.roles is not None and self.devices[load.device].serves]
+            orders += [RoleOrder(device, role) for device, role in self._roles.check(views, now).items()]
         return orders
 
     def _migrations(self, loads: list[Load], now: float) -> list[Order]:
         self._moves = {source: move for source, move in self._moves.items() if not self._over(source, move, now)}
         moving = {*self._moves, *(move.target for move in self._moves.values())}
-        still = [load for load in loads if load.device not in moving]
+        prompts = {device.number for device in self.devices if device.role is Role.PREFILL}
+        still = [load for load in loads if load.device not in moving and load.device not in prompts]
         draining = frozenset([device.number for device in self.devices if device.drains])
         found = pairs(still, draining, self.rules.low_steps, self.rules.high_steps)
         if not self.rules.whole:

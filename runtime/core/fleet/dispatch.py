@@ -13,7 +13,8 @@ than half of an overloaded runtime is hot, and flows over to a further runtime.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Set
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Set
 from enum import IntEnum
 
 from runtime.core.device.request import ModelKey, Objective
@@ -33,6 +34,7 @@ TTFT_S_LEAST = 0.1  # a request whose first token is nearly due is placed as if 
 READ_S_PER_BYTE = 0.5e-9  # guess for weights that lie on disk: 2 GB/s
 BUILD_S = 5.0  # guess for an engine that is not built
 NO_RUNTIMES: frozenset[str] = frozenset()
+POINTS = 32  # of a runtime on the ring of runtimes
 _MASK = (1 << 64) - 1
 
 
@@ -57,7 +59,8 @@ class SeenRuntime:
     """A runtime as one dispatcher sees the runtime: last lease, last report, and the dispatcher's open requests."""
 
     def __init__(self, id: str) -> None:
-        self.id, self.hash = id, _hash(id)
+        self.id = id
+        self.points = _points(id)  # on the ring of runtimes, equal for every dispatcher
         self.coldness: Mapping[ModelKey, Coldness] = {}  # of every model that the runtime can serve
         self.costs: Mapping[ModelKey, ModelCosts] = {}
         self.report = Report(runtime=id, epoch=0, seq=0)
@@ -141,7 +144,8 @@ class SeenFleet:
         self._fresh_s = fresh_s
         self._holders: dict[str, set[str]] = {}  # model → runtimes with requests of the model
         self._here: dict[str, set[str]] = {}  # model → runtimes that report weights of the model
-        self._ranked: dict[ModelKey, list[SeenRuntime]] = {}  # model → all runtimes, in the model's own order
+        self._ring: list[int] = []  # points of all runtimes, sorted; empty: to be made again
+        self._on_ring: list[SeenRuntime] = []  # the runtime of each point
 
     # ── told ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -152,7 +156,7 @@ class SeenFleet:
         runtime = self.runtimes.get(id)
         if runtime is None:
             runtime = self.runtimes[id] = SeenRuntime(id)
-            self._ranked.clear()
+            self._ring = []
         runtime.coldness, runtime.costs, runtime.gone = coldness, costs, False
         runtime.weigh_all()
         return runtime
@@ -167,13 +171,14 @@ class SeenFleet:
         last, runtime.report = runtime.report, report
         changed = runtime.suspect or last.draining != report.draining or now - runtime.heard_at > self._fresh_s
         runtime.suspect, runtime.heard_at = False, now
-        if last.seats.keys() != report.seats.keys():
-            before, after = set(last.seats), set(report.seats)
-            for model in before - after:
+        before, after = last.seats, report.seats
+        came = [model for model in after if model not in before]
+        if came or len(before) != len(after):
+            for model in came:
+                self._holders.setdefault(model, set()).add(runtime.id)
+            for model in [model for model in before if model not in after]:
                 if model not in runtime.own:
                     _drop(self._holders, model, runtime.id)
-            for model in after - before:
-                self._holders.setdefault(model, set()).add(runtime.id)
         if last.here != report.here:
             for model in last.here - report.here:
                 _drop(self._here, model, runtime.id)
@@ -200,7 +205,7 @@ class SeenFleet:
         """Forget a runtime that is gone and has no own request."""
         if runtime.gone and not runtime.own:
             del self.runtimes[runtime.id]
-            self._ranked.clear()
+            self._ring = []
 
     def refused(self, id: str) -> None:
         """Note that a runtime refused a request for a reason of the runtime's, or did not answer.
@@ -295,13 +300,26 @@ class SeenFleet:
             return best[1]
         return min([(runtime.load, runtime.id) for runtime in holders])[1] if holders else None
 
-    def in_order(self, model: ModelKey) -> list[SeenRuntime]:
-        """Return all runtimes in the model's own order, the same for every dispatcher."""
-        ranked = self._ranked.get(model)
-        if ranked is None:
-            key = [(_rank(model, runtime), runtime.id) for runtime in self.runtimes.values()]
-            ranked = self._ranked[model] = [self.runtimes[id] for _, id in sorted(key)]
-        return ranked
+    def in_order(self, model: ModelKey) -> Iterator[SeenRuntime]:
+        """Yield each runtime once, in the model's own order, the same for every dispatcher.
+
+        The order is that of the runtimes' points on a ring, from the model's point on. A dispatcher finds the first
+        few runtimes without a look at the further ones, also for a model that was never asked for."""
+        if not self._ring:
+            placed = sorted([(point, seen.id) for seen in self.runtimes.values() for point in seen.points])
+            self._ring = [point for point, _ in placed]
+            self._on_ring = [self.runtimes[id] for _, id in placed]
+        on_ring, found, missing = self._on_ring, set[str](), len(self.runtimes)
+        index = bisect_left(self._ring, _point(model))
+        while missing:
+            if index == len(on_ring):
+                index = 0
+            runtime = on_ring[index]
+            index += 1
+            if runtime.id not in found:
+                found.add(runtime.id)
+                missing -= 1
+                yield runtime
 
 
 def seconds(costs: ModelCosts, coldness: Coldness) -> float:
@@ -336,20 +354,28 @@ def _drop(index: dict[str, set[str]], model: str, id: str) -> None:
             del index[model]
 
 
-def _hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+def _points(id: str) -> list[int]:
+    """Return the points of a runtime on the ring: 64 bits each, equal in every process."""
+    digest = hashlib.shake_128(id.encode()).digest(8 * POINTS)
+    return [int.from_bytes(digest[at : at + 8], "big") for at in range(0, len(digest), 8)]
 
 
-_model_hashes: dict[ModelKey, int] = {}
+_model_points: dict[ModelKey, int] = {}
+
+
+def _point(model: ModelKey) -> int:
+    """Return the point of a model on the ring, equal in every process."""
+    known = _model_points.get(model)
+    if known is None:
+        if len(_model_points) > 100_000:
+            _model_points.clear()
+        digest = hashlib.blake2b(model.encode(), digest_size=8).digest()
+        known = _model_points[model] = int.from_bytes(digest, "big")
+    return known
 
 
 def _rank(model: ModelKey, runtime: SeenRuntime) -> int:
     """Return a hash of the model and the runtime, equal in every process."""
-    known = _model_hashes.get(model)
-    if known is None:
-        if len(_model_hashes) > 100_000:
-            _model_hashes.clear()
-        known = _model_hashes[model] = _hash(model)
-    mixed = (known ^ runtime.hash) * 0x9E3779B97F4A7C15 & _MASK
+    mixed = (_point(model) ^ runtime.points[0]) * 0x9E3779B97F4A7C15 & _MASK
     mixed ^= mixed >> 29
     return mixed * 0xBF58476D1CE4E5B9 & _MASK

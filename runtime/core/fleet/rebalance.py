@@ -16,6 +16,7 @@ import msgspec
 
 from runtime.core.device.request import ModelKey, RequestId
 from runtime.core.fleet.headroom import headroom
+from runtime.core.fleet.roles import RoleView
 from store.contract.priorities import Priority
 
 FULL_STEPS = 1000.0  # freeness by time of a device whose time no request needs
@@ -62,6 +63,7 @@ class Load(msgspec.Struct, frozen=True):
     queued_bytes: float = 0.0  # memory that requests behind the head of the queue wait for
     least_bytes: float | None = None  # usage of the smallest request that may move; None: single requests are unknown
     lacking: dict[ModelKey, LackingModel] = {}
+    roles: RoleView | None = None  # for the choice of roles, if roles are chosen
 
     @property
     def requests(self) -> int:

@@ -235,6 +235,10 @@ class LawCosts(dict[ModelKey, ModelCosts]):
         super().__init__()
         self._law, self._specs = law, specs
 
+    def of(self, key: str) -> ModelCosts:
+        """Return the costs of the model with the key."""
+        return self[ModelKey(key)]
+
     def __missing__(self, key: ModelKey) -> ModelCosts:
         spec = self._specs.get(key)
         size = _UNKNOWN_SIZE if spec is None else model_size(spec)

@@ -39,5 +39,9 @@ class Dispatch:
         """Return assignments after the end of an assigned request, or of an assigned part."""
         return ()
 
+    def target(self, request: Request, cluster: Cluster, now: float) -> int | None:
+        """Return the device at which a request with a first token should go on; None: where the request is."""
+        return None
+
     def moved(self, request: Request, number: int) -> None:
         """Note that an assigned request goes on at the device `number`."""

@@ -22,20 +22,22 @@ class GatewayDispatch(Dispatch):
     The stream number of a request names the gateway. A gateway counts its own open requests, and hears of requests of
     the remaining gateways by reports only.
 
-    `roles`: of the first devices; further devices have both roles. A device of prompts hands a request on as soon as
-    the request has its first token. The request's gateway chooses the next device, as in production the device would:
-    both know the fleet by the same reports."""
+    `roles`: of the first devices, at the beginning; further devices have both roles. A device of prompts hands a
+    request on as soon as the request has its first token. The request's gateway chooses the next device, as in
+    production the device would: both know the fleet by the same reports."""
 
     def __init__(self, sight: Sight = AS_GATEWAYS_SEE, roles: Sequence[Role] = ()) -> None:
         super().__init__()
-        self.sight, self._roles = sight, roles
+        self.sight, self._roles = sight, roles  # at the beginning
         self._prompts: dict[RequestId, Request] = {}  # whole requests whose prompt is at a device of prompts
         self._count = 1 if sight.exact else sight.gateways
         self._placed: dict[RequestId, int] = {}  # device of each open request
         self._there: dict[ModelKey, dict[int, int]] = {}  # open requests by model and device
 
     def attach(self, world: Simulation, devices: list[SimulatedDevice]) -> None:
-        self._sightings = Sightings(world, devices, self.sight, self._count, roles=self._roles)
+        for device, role in zip(world.cluster.devices, self._roles, strict=False):
+            device.role = role
+        self._sightings = Sightings(world, devices, self.sight, self._count)
 
     def arrived(self, request: Request, cluster: Cluster, now: float) -> Sequence[Assigned]:
         fleet = self._sightings.look(gateway_of(request, self._count)).fleet
@@ -44,7 +46,7 @@ class GatewayDispatch(Dispatch):
         self.refusals += refusals
         self._note_place(request, number)
         self._take(fleet, request, number)
-        if self._hands_on(number) and not request.sent and request.max_tokens > 1:
+        if cluster.devices[number].role is Role.PREFILL and not request.sent and request.max_tokens > 1:
             self._prompts[request.id] = request
             return [Assigned(part_of(request, 1), number)]
         return [Assigned(request, number)]
@@ -60,8 +62,9 @@ class GatewayDispatch(Dispatch):
         self._take(fleet, request, number)
         return [Assigned(part_of(request, request.max_tokens), number)]
 
-    def _hands_on(self, number: int) -> bool:
-        return number < len(self._roles) and self._roles[number] is Role.PREFILL
+    def target(self, request: Request, cluster: Cluster, now: float) -> int | None:
+        fleet = self._sightings.look(gateway_of(request, self._count)).fleet
+        return choose_serving(fleet, request, cluster, now, decodes=True)[0]
 
     def moved(self, request: Request, number: int) -> None:
         fleet = self._own(request)

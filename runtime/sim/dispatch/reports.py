@@ -21,7 +21,6 @@ from runtime.sim.device import SimulatedDevice
 from runtime.sim.dispatch.sight import Sight
 from runtime.sim.simulation import Simulation
 from store.contract.reports import Report, Seat
-from store.contract.wire import Role
 
 JITTER = 0.2  # share of the period by which the time between two reports varies
 PERIODS_FRESH = 3.0  # reports are used for so many periods, and for FRESH_S at least
@@ -56,8 +55,7 @@ class Sightings:
         sight: period and seed of the reports.
         observers: number of dispatchers that hear the reports.
         queues: the prompts of the first devices, if these devices only compute prompts and no dispatcher is to choose
-            them for a request.
-        roles: roles of the first devices, if dispatchers may choose the devices."""
+            them for a request."""
 
     def __init__(
         self,
@@ -66,10 +64,8 @@ class Sightings:
         sight: Sight,
         observers: int,
         queues: Sequence[Queue] = (),
-        roles: Sequence[Role] = (),
     ) -> None:
         self._world, self._devices, self._sight, self._queues = world, devices, sight, queues
-        self._roles = roles
         self._observers = [Observer(max(FRESH_S, PERIODS_FRESH * sight.period_s)) for _ in range(observers)]
         self._rng = random.Random(sight.seed)
         self._known = self._seq = 0  # devices; reports
@@ -101,10 +97,7 @@ class Sightings:
     def report(self, number: int) -> Report:
         """Return a report of the device as the device is now."""
         self._seq += 1
-        role = self._roles[number] if number < len(self._roles) else Role.BOTH
-        if self._queues:
-            role = Role.PREFILL if number < len(self._queues) else Role.DECODE
-        return device_report(self._devices[number], self._world.cluster.devices[number], self._seq, role)
+        return device_report(self._devices[number], self._world.cluster.devices[number], self._seq)
 
     def _find_devices(self) -> None:
         """Announce new devices to the observers, and plan the first reports of these devices."""
@@ -132,14 +125,13 @@ class Sightings:
         self._world.at(now + period_s * (1 - JITTER + 2 * JITTER * self._rng.random()), self._send, number)
 
 
-def device_report(device: SimulatedDevice, booked: FleetDevice, seq: int, role: Role) -> Report:
+def device_report(device: SimulatedDevice, booked: FleetDevice, seq: int) -> Report:
     """Return the report that the runtime of the device would send, as `runtime.core.fleet.report.report_of` makes one.
 
     Args:
         device: the device.
         booked: the fleet's books of the device, with the number of open requests by model.
-        seq: number of the report.
-        role: the work that the device is meant for."""
+        seq: number of the report."""
     pages, costs = device.instance.pages, device.costs
     here: list[ModelKey] = []
     weights, kv, reload_s = 0, 0, 0.0
@@ -171,7 +163,7 @@ def device_report(device: SimulatedDevice, booked: FleetDevice, seq: int, role: 
         epoch=0,
         seq=seq,
         draining=booked.drains,
-        role=role,
+        role=booked.role,
         loading=booked.loading,
         load=load,
         reload=reload_s / _DEFAULT.ttft_s,

@@ -14,6 +14,7 @@ from runtime.sim.dispatch.gateways import choose_serving, gateway_of, part_of
 from runtime.sim.dispatch.reports import Sightings
 from runtime.sim.dispatch.sight import AS_GATEWAYS_SEE, Sight
 from runtime.sim.simulation import Simulation
+from store.contract.wire import Role
 
 
 class SeenQueue:
@@ -56,6 +57,8 @@ class Roles(Dispatch):
 
     def attach(self, world: Simulation, devices: list[SimulatedDevice]) -> None:
         observers = self.sight.gateways + len(self._queues)  # first the gateways, then the devices of prompts
+        for device in world.cluster.devices:
+            device.role = Role.PREFILL if device.number < len(self._queues) else Role.DECODE
         self._sightings = Sightings(world, devices, self.sight, observers, self._queues)
 
     def arrived(self, request: Request, cluster: Cluster, now: float) -> Sequence[Assigned]:

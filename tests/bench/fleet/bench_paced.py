@@ -12,7 +12,8 @@ runtime drains after two thirds. With `--old-rule` gateways choose as they did b
 requests, plus 16 where the model is not resident. Such a run must be far from what the simulator says of the present
 rule. `--priority-share 0.1` gives a tenth of the requests high priority. With `--mixed` every second device is an H200.
 `--burst 300` sends 300 requests for one model in a second, after a third of the trace, and `--scheduler` has the
-scheduler of the product move requests and models.
+scheduler of the product move requests and models. `--long-prompts 8` sends 8 requests a second with the long prompts
+and the sharp objective of `bench_roles.py`; with `--roles`, the scheduler gives roles and takes roles back.
 
 Noise of the machine matters less if time is stretched. `--stretch 2` doubles arrivals, costs and objectives. The
 fleet's own periods (reports, heartbeats) stay as they are, in the simulator as well, which simulates the stretched
@@ -51,6 +52,7 @@ from runtime.core.device.model import Phase  # noqa: E402
 from runtime.core.device.request import ModelKey, Objective, Request  # noqa: E402
 from runtime.core.fleet.cluster import Cluster, Rules  # noqa: E402
 from runtime.core.fleet.dispatch import NO_RUNTIMES, SeenFleet  # noqa: E402
+from runtime.core.fleet.roles import RoleRule  # noqa: E402
 from runtime.core.ledgers.costs import Law, Profile, load_profile  # noqa: E402
 from runtime.core.turns.slack import Slack  # noqa: E402
 from runtime.node.reporter import PERIOD_S  # noqa: E402
@@ -70,6 +72,7 @@ from store.contract.priorities import Priority  # noqa: E402
 from store.contract.wire import EngineSpec  # noqa: E402
 from store.tasks import ended  # noqa: E402
 from tests.bench.fleet import paced, paced_gateway  # noqa: E402
+from tests.bench.fleet.bench_roles import PATIENCE_S, TTFT_S, with_long_prompts  # noqa: E402
 from tests.bench.fleet.paced import MachineNoise, devices_of, noise_of, quantile  # noqa: E402
 from tests.bench.fleet.paced_gateway import ChosenRuntime, PacedGatewayResult, PacedTrace, fewest  # noqa: E402
 from tests.bench.timing import load  # noqa: E402
@@ -101,6 +104,7 @@ class Drill:
     drain: bool = False
     old_rule: bool = False
     scheduler: bool = False
+    roles: bool = False
 
     def profile(self, device: int) -> Profile:
         return self.profiles[device % len(self.profiles)]
@@ -152,6 +156,8 @@ def _slower(profile: Profile, noise: MachineNoise) -> Profile:
 def drill_of(asked: argparse.Namespace) -> Drill:
     by, models = asked.stretch, round(asked.models_per_gpu * asked.gpus)
     work = base(models, asked.seed, duration_s=60 * asked.minutes)
+    if asked.long_prompts:
+        work = with_long_prompts(models, asked.long_prompts, asked.seed, 60 * asked.minutes)
     work = replace(work, at_s=work.at_s * by, duration_s=work.duration_s * by, rates=[rate / by for rate in work.rates])
     if asked.priority_share:
         work = prioritised(work, asked.priority_share, asked.seed)
@@ -160,7 +166,9 @@ def drill_of(asked: argparse.Namespace) -> Drill:
     paths = [ROOT / f"deploy/profiles/{name}.json" for name in ("h100", "h200")[: 1 + asked.mixed]]
     profiles = [stretched(load_profile(path.read_bytes(), str(path)), by) for path in paths]
     objective = Objective(10.0 * by, 0.1 * by, 1.5 * by)
-    faults = {name: getattr(asked, name) for name in ("kill", "drain", "old_rule", "scheduler")}
+    if asked.long_prompts:
+        objective = Objective(TTFT_S * by, 0.03 * by, PATIENCE_S * by)
+    faults = {name: getattr(asked, name) for name in ("kill", "drain", "old_rule", "scheduler", "roles")}
     return Drill(work, profiles, objective, asked.gpus, asked.gateways, WARM_S * by, DRAIN_S * by, **faults)
 
 
@@ -207,7 +215,7 @@ def simulated(drill: Drill, sight_seed: int) -> PacedFigures:
     dispatch = (OldDispatch if drill.old_rule else DrillDispatch)(Sight(drill.gateways, PERIOD_S, seed=sight_seed))
     duration_s = drill.work.duration_s
     faults = [InjectedFault(KILL_AT * duration_s, KILLED, "hangs")] if drill.kill else []
-    rules = Rules(migrate=True) if drill.scheduler else None
+    rules = Rules(migrate=True, roles=RoleRule() if drill.roles else None) if drill.scheduler else None
     fleet = drill.devices, drill.objective
     world = World(drill.work, drill.profiles, Slack, dispatch, *fleet, rules=rules, faults=faults)
     if drill.kill:
@@ -305,6 +313,7 @@ class PacedFleet:
                 await fleet.prove()
                 if drill.scheduler:
                     environment = QUIET | os.environ | {"STACCATO_NATS_URL": server.url, "PYTHONPATH": str(ROOT)}
+                    environment["STACCATO_ROLES"] = "auto" if drill.roles else "fixed"
                     command = (sys.executable, "-m", "runtime.scheduler")
                     scheduler = await asyncio.create_subprocess_exec(*command, env=environment)
                 yield fleet
@@ -544,6 +553,8 @@ def main() -> int:
     option("--mixed", action="store_true", help="every second device is an H200")
     option("--burst", type=int, default=0, help="requests for one model that come in a second")
     option("--scheduler", action="store_true", help="the scheduler of the product moves requests and models")
+    option("--long-prompts", type=float, default=0.0, help="requests per second, with long prompts")
+    option("--roles", action="store_true", help="with --scheduler: roles are given and taken back")
     option("--old-rule", action="store_true", help="gateways choose as they did before")
     option("--output", type=Path, help="a file for a line with the answer")
     asked = parser.parse_args()

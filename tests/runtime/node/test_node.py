@@ -169,6 +169,21 @@ async def test_who_computes_prompts_hands_on_to_those_who_make_tokens_alone(node
     assert target(node, "m") == "like-me"  # for a drain, better than no target
 
 
+async def test_a_scheduler_gives_and_takes_back_its_own_roles_alone(node: Node) -> None:
+    async def told(role: Role, term: int) -> wire.Refusal | None:
+        return (await node._moves.set_role(wire.encode(wire.SetRole(role=role, term=term)))).refusal
+
+    assert await told(Role.PREFILL, 3) is None
+    assert (node._lease.lease().role, node._lease.lease().role_given) == (Role.PREFILL, True)
+    assert await told(Role.BOTH, 2) is wire.Refusal.BUSY  # a scheduler that was replaced
+    assert await told(Role.BOTH, 3) is None
+    assert (node._lease.lease().role, node._lease.lease().role_given) == (Role.BOTH, False)
+    assert await told(Role.DECODE, 0) is None
+    assert await told(Role.PREFILL, 3) is wire.Refusal.BUSY
+    assert (node._lease.lease().role, node._lease.lease().role_given) == (Role.DECODE, False)
+    assert await told(Role.BOTH, 0) is None and await told(Role.PREFILL, 3) is None
+
+
 async def test_a_runtime_of_this_host_comes_before_one_of_another_and_both_after_none_that_decodes(node: Node) -> None:
     far = {"host_cache": "another:1", "receives_at": "10.0.0.2:99"}
     peer(node, "far", **far)

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from runtime.core.device.request import ModelKey, Objective
+from runtime.core.fleet.cluster import Rules
 from runtime.core.fleet.dispatch import SeenRuntime
+from runtime.core.fleet.roles import RoleRule
 from runtime.core.ledgers.costs import Profile, load_profile
 from runtime.core.turns.slack import Slack
 from runtime.sim.dispatch.gateways import GatewayDispatch
@@ -60,6 +62,23 @@ def test_a_device_of_prompts_makes_first_tokens_alone() -> None:
     assert all(request.sent == request.max_tokens for request in world.requests)
     made = [sum(model.record.tokens for model in device.instance.models.values()) for device in world.devices]
     assert made == [len(world.requests), sum(request.max_tokens - 1 for request in world.requests)]
+
+
+def test_a_fleet_gives_a_role_while_prompts_make_tokens_late_and_loses_no_request() -> None:
+    """Long prompts for two models. A step with a part of a prompt takes longer than the 30 ms between two tokens."""
+    work, rng = base(2, 2, rate=4.0, duration_s=120.0), np.random.default_rng(2)
+    long = replace(work, prompt_tokens=rng.integers(2000, 6000, len(work.at_s)).astype(np.int32))
+    late = {}
+    for role in (None, RoleRule()):
+        rules, objective = Rules(migrate=True, roles=role), Objective(2.0, 0.03, 1.0)
+        dispatch = GatewayDispatch(Sight(2))
+        world = World(long, profile("h100"), Slack, dispatch, 4, objective, checks=True, rules=rules)
+        world.run(120.0)
+        assert all(request.sent == request.max_tokens for request in world.requests)
+        late[role] = 1 - world.result(40.0).token_attainment
+        assert world.role_changes == (8 if role else 0)  # given and taken back
+        assert all(device.role is Role.BOTH for device in world.cluster.devices)
+    assert late[RoleRule()] < late[None] / 2
 
 
 def result(world: World) -> SimulationResult:

@@ -13,7 +13,7 @@ from runtime.sim.dispatch.sight import AS_GATEWAYS_SEE, Sight
 from runtime.sim.workload import base
 from runtime.sim.world import World
 from store.contract.reports import Report
-from store.contract.wire import Lease, Role
+from store.contract.wire import Lease
 from tests.sim.dispatch.test_gateways import profile
 
 
@@ -43,7 +43,7 @@ def test_a_simulated_report_is_the_report_of_a_node() -> None:
     def compare(_: object) -> None:
         for number in range(2):
             real = node_report(fleet, number, 7)
-            own = device_report(fleet.devices[number], fleet.cluster.devices[number], 7, Role.BOTH)
+            own = device_report(fleet.devices[number], fleet.cluster.devices[number], 7)
             assert (own.runtime, own.here, own.draining, own.loading) == (real.runtime, real.here, False, real.loading)
             assert own.reload == pytest.approx(real.reload)
             assert own.load == pytest.approx(real.load, abs=1e-3)  # nodes round `busy`

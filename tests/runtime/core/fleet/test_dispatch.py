@@ -176,8 +176,24 @@ def test_a_model_is_placed_among_few_runtimes_and_models_spread_over_all() -> No
     firsts = {model: chosen(fleet, model) for model in models}
     assert len(set(firsts.values())) > 32
     for model in models[:20]:
-        candidates = [seen.id for seen in fleet.in_order(model)[:CANDIDATES]]
-        assert firsts[model] in candidates
+        assert firsts[model] in _order(fleet, model)[:CANDIDATES]
+
+
+def _order(fleet: SeenFleet, model: ModelKey) -> list[str]:
+    return [seen.id for seen in fleet.in_order(model)]
+
+
+def test_every_runtime_is_once_in_the_order_of_a_model_and_a_runtime_that_goes_changes_nothing_else() -> None:
+    fleet = fleet_of(*idle(40))
+    models = [ModelKey(f"m{number}") for number in range(100)]
+    before = {model: _order(fleet, model) for model in models}
+    assert all(sorted(order) == sorted(fleet.runtimes) for order in before.values())
+    assert len({tuple(order[:CANDIDATES]) for order in before.values()}) > 60
+    fleet.gone("r7")
+    for model in models:
+        assert _order(fleet, model) == [id for id in before[model] if id != "r7"]
+    fleet.hosts("r7", {A: Coldness.HOST}, {A: COSTS})
+    assert {model: _order(fleet, model) for model in models} == before
 
 
 def check_dispatchers_with_equal_knowledge_agree() -> None:
@@ -285,7 +301,7 @@ def never_flow_over(patch: pytest.MonkeyPatch) -> None:
 
 def rank_by_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
     made = iter(range(1, 1 << 20))
-    patch.setattr(dispatch, "_hash", lambda name: next(made))
+    patch.setattr(dispatch, "_points", lambda id: [next(made)])
 
 
 @pytest.mark.parametrize(
@@ -300,7 +316,7 @@ def rank_by_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
 def test_a_fault_of_the_rule_is_noticed(
     fault: Callable[[pytest.MonkeyPatch], None], check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "_model_hashes", {})
+    monkeypatch.setattr(dispatch, "_model_points", {})
     fault(monkeypatch)
     with pytest.raises(AssertionError):
         check()
