@@ -5,7 +5,7 @@ ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 VENV := .venv
 BIN := $(VENV)/bin
 # Files of tests that run at the same time; the tests of a file run one after another.
-WORKERS ?= 3
+WORKERS ?= 2
 TORCH := torch==2.13.0+cpu
 # Where the CPU build of torch is looked for when pip's own configuration does not have it (PyPI's torch is the CUDA build).
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
