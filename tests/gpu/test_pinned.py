@@ -114,7 +114,7 @@ def test_an_image_is_registered_while_this_runtime_holds_the_image(device: Devic
     held = device.stats().pinned_bytes
     assert held >= SIZE
     first.release()
-    images._pinned.settle()
+    images.pinned.settle()
     assert device.stats().pinned_bytes == held
     reservation = device.reserve(SIZE)
     reservation.load(images.cache, [Segment(0, second.offset, SIZE)]).wait(SOON_S)
@@ -132,7 +132,7 @@ def test_the_memory_of_a_run_stays_until_its_registration_has_ended(device: Devi
     with pytest.raises(HostCacheFull):
         other.make(key("b"), ROOM - 2 * FOLIO_BYTES)
     image.release()
-    images._pinned.settle()
+    images.pinned.settle()
     assert device.stats().pinned_bytes == 0
     making = other.make(key("b"), ROOM - 2 * FOLIO_BYTES)
     assert isinstance(making, Making)

@@ -355,9 +355,9 @@ def _drop(index: dict[str, set[str]], model: str, id: str) -> None:
 
 
 def _points(id: str) -> list[int]:
-    """Return the points of a runtime on the ring: 64 bits each, equal in every process."""
+    """Return the points of a runtime on the ring, sorted: 64 bits each, equal in every process."""
     digest = hashlib.shake_128(id.encode()).digest(8 * POINTS)
-    return [int.from_bytes(digest[at : at + 8], "big") for at in range(0, len(digest), 8)]
+    return sorted([int.from_bytes(digest[at : at + 8], "big") for at in range(0, len(digest), 8)])
 
 
 _model_points: dict[ModelKey, int] = {}
@@ -375,7 +375,6 @@ def _point(model: ModelKey) -> int:
 
 
 def _rank(model: ModelKey, runtime: SeenRuntime) -> int:
-    """Return a hash of the model and the runtime, equal in every process."""
-    mixed = (_point(model) ^ runtime.points[0]) * 0x9E3779B97F4A7C15 & _MASK
-    mixed ^= mixed >> 29
-    return mixed * 0xBF58476D1CE4E5B9 & _MASK
+    """Return the way on the ring from the model's point to the runtime's next point: the order of `in_order`."""
+    point, points = _point(model), runtime.points
+    return points[bisect_left(points, point) % POINTS] - point & _MASK

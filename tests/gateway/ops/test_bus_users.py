@@ -54,7 +54,7 @@ def test_each_process_is_told_of_its_own_seed_alone(settings: Settings) -> None:
         def start(self, *children: object) -> None:
             told.update({child.name: child.environment["STACCATO_NATS_CREDENTIALS"] for child in children})  # type: ignore[attr-defined]
 
-    up.start_roles(Told(), settings, print)  # type: ignore[arg-type]
+    up.start_roles(Told(), settings, print, [])  # type: ignore[arg-type]
     names = {role: Path(file).name for role, file in told.items()}
     assert names == {
         "ledger": "ledger.nk",
