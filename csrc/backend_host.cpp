@@ -103,6 +103,7 @@ Host::Host(const stc_config& config) {
 
     const uint64_t bytes = pages * page_bytes;
     fd_ = make_memfile("staccato-pool", bytes);
+    if (config.lazy) return;
     char* all = nullptr;
     try {  // map the pool for a moment, to get all memory now
         all = reserve_addresses(bytes);

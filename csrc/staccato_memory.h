@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define STC_ABI 4
+#define STC_ABI 5
 #define STC_EXPORT __attribute__((visibility("default")))
 
 typedef struct stc_device stc_device;           /* pool, move list, threads that copy, map and unmap */
@@ -51,6 +51,7 @@ typedef struct {
     uint32_t huge_folios; /* host: ask the kernel for 2 MiB folios; without them mapping is 100 times dearer */
     uint32_t exportable;  /* CUDA: pages can be handed to other processes */
     uint32_t helpers;     /* CUDA: bits of other devices, by ordinal: helpers' links to the host carry loads, too */
+    uint32_t lazy; /* host: memory of the pool is got when a page is first mapped; 0: all memory at once */
     uint64_t relay_bytes; /* of each helper's memory, for data passing through; 0: 32 MiB */
     uint64_t pinned_most; /* CUDA: most bytes of the host that are registered (pinned) at a time; 0: no limit */
 } stc_config;

@@ -80,7 +80,7 @@ def main() -> None:
     orders, stepping = socket.socket(fileno=began.orders_fd), Stepping(began.stepping_fd)
     disk = began.disk_folder, began.disk_bytes
     percent = began.pool_percent
-    builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd, pool_percent=percent, disk=disk)
+    builder = Builder(began.pool_bytes, began.host_bytes, began.host_fd, pool_percent=percent, disk=disk, lazy=True)
     while packet := orders.recv(PACKET_MOST):
         spec, said = msgspec.json.decode(packet, type=EngineSpec), ImageSaid()
         stepping.begin_build(spec.key, since := monotonic())

@@ -118,7 +118,8 @@ class Builder:
         pool_percent: part of the device's memory for the pool; 0: `pool_bytes` is the size.
         disk: folder of images on disk, and the bound on their bytes; an empty folder's name: there are none.
         prefixes: bound on the blocks of ended requests in the host cache, in bytes, and the seconds until an unused
-            block goes; 0 bytes: none are kept."""
+            block goes; 0 bytes: none are kept.
+        lazy: a page of the pool gets memory when first used; for a process that builds no more than an image."""
 
     def __init__(
         self,
@@ -131,13 +132,14 @@ class Builder:
         pool_percent: int = 0,
         disk: tuple[str, int] = ("", 0),
         prefixes: tuple[int, float] = (0, 0.0),
+        lazy: bool = False,
     ) -> None:
         numa.bind(numa_node)
         self.version = check_version()
         backend = Backend.HOST if current_platform.is_cpu() else Backend.CUDA
         if pool_percent:
             pool_bytes = outside.pool_bytes(pool_percent, *_device_memory(backend))
-        self.device = DevicePool(pool_bytes, backend=backend, helpers=helpers, pinned_most=pinned_bytes)
+        self.device = DevicePool(pool_bytes, backend=backend, helpers=helpers, pinned_most=pinned_bytes, lazy=lazy)
         kept = host_bytes // KEPT_PART
         self.images = Images.create(host_bytes, kept) if host_fd < 0 else Images.open(host_fd, kept)
         if backend is Backend.CUDA:

@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 LIBRARY = Path(__file__).parents[2] / "csrc/build/libstaccato_memory.so"
-ABI = 4
+ABI = 5
 MIXED = 0xFFFFFFFF  # owner of a page being loaded, or of a page with a load failed in the middle
 
 
@@ -132,7 +132,8 @@ class DevicePool:
 
     `helpers`: other CUDA devices, by ordinal. A part of every load comes over the links between host and helpers
     (Prism, 5.2); each helper keeps `relay_bytes` bytes for data passing through, 32 MiB if 0. `pinned_most`: the most
-    bytes of the host that are registered with the driver at a time; 0: no limit."""
+    bytes of the host that are registered with the driver at a time; 0: no limit. `lazy`: on the host, a page gets its
+    memory when the page is first mapped, and not when the pool is made."""
 
     def __init__(
         self,
@@ -146,11 +147,12 @@ class DevicePool:
         helpers: Collection[int] = (),
         relay_bytes: int = 0,
         pinned_most: int = 0,
+        lazy: bool = False,
     ) -> None:
         self._handle = c_void_p()
         bits = sum(1 << helper for helper in set(helpers))
         config = _Config(
-            backend, ordinal, page_bytes, pool_bytes, huge_folios, exportable, bits, relay_bytes, pinned_most
+            backend, ordinal, page_bytes, pool_bytes, huge_folios, exportable, bits, lazy, relay_bytes, pinned_most
         )
         _check(_library().stc_device_open(byref(config), byref(self._handle)))
         self.backend = backend
@@ -460,6 +462,7 @@ class _Config(ctypes.Structure):
         ("huge_folios", c_uint32),
         ("exportable", c_uint32),
         ("helpers", c_uint32),
+        ("lazy", c_uint32),
         ("relay_bytes", c_uint64),
         ("pinned_most", c_uint64),
     ]

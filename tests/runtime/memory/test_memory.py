@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -561,3 +563,30 @@ def test_discarded_memory_goes_back_to_the_machine(cache: CacheMemory) -> None:
     cache.discard(PAGE, 16 * PAGE)
     assert before - os.fstat(cache.fd).st_blocks * 512 >= 16 * PAGE
     assert cache.view(PAGE, 4) == bytes(4) and cache.view(17 * PAGE, 4) == NUMBERS[17 * PAGE : 17 * PAGE + 4]
+
+
+def pool_file_bytes() -> int:
+    """Memory of the pools of this process."""
+    numbers = [number for number in os.listdir("/proc/self/fd") if _is_pool(number)]
+    return sum(os.stat(f"/proc/self/fd/{number}").st_blocks * 512 for number in numbers)
+
+
+def _is_pool(number: str) -> bool:
+    with contextlib.suppress(OSError):
+        return "staccato-pool" in os.readlink(f"/proc/self/fd/{number}")
+    return False
+
+
+def test_a_lazy_pool_has_memory_for_the_pages_that_were_mapped() -> None:
+    gc.collect()
+    before = pool_file_bytes()
+    device = DevicePool(64 << 20, lazy=True)
+    assert pool_file_bytes() == before
+    reservation = device.reserve(8 << 20)
+    reservation.map(0, 3 * device.page_bytes, SOON_S)
+    assert pool_file_bytes() - before == 3 * device.page_bytes
+    reservation.release()
+    device.close()
+    whole = DevicePool(64 << 20)
+    assert pool_file_bytes() - before == 64 << 20
+    whole.close()
