@@ -31,7 +31,7 @@ uint32_t backend, helpers;
 
 struct Device {
     explicit Device(uint64_t pages = POOL_PAGES, uint64_t pinned_most = 0) {
-        const stc_config config{backend, 0, PAGE, pages * PAGE, 0, 0, helpers, RELAY_BYTES, pinned_most};
+        const stc_config config{backend, 0, PAGE, pages * PAGE, 0, 0, helpers, 0, RELAY_BYTES, pinned_most};
         EXPECT(stc_device_open(&config, &handle) == STC_OK);
     }
     ~Device() {
