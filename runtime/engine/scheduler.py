@@ -76,6 +76,7 @@ class PooledScheduler(Scheduler):
         self.recomputed = 0  # requests that lost the KV cache: the host had no room, or a copy failed
         self.scheduled_tokens = 0  # by the last step
         self._alone = False  # whether the runtime's own request runs
+        self.keeps_prefixes = False  # whether blocks of ended requests go to the host cache; needs plain groups
 
     def take_over(self, kv: KvRegion, images: Images) -> None:
         self.kv, self._cache, self._slabs = kv, images.cache, Slabs(images, kv.block_bytes)
@@ -426,7 +427,7 @@ class PooledScheduler(Scheduler):
         return [request for request in islice(self.waiting, max(0, places)) if not request.num_computed_tokens]
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if not self._alone and self.groups.plain:
+        if self.keeps_prefixes and not self._alone:
             (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
             self.blocks.end(blocks, request.cache_salt or "")
         return super()._free_request(request, *args, **kwargs)

@@ -321,6 +321,7 @@ class VllmEngine:
         elif self._kept_prefixes.most_bytes and self._scheduler.groups.plain and ranks.size() == 1:
             space = self._kept_prefixes.space(self.kv)
             self._prefixes = Prefixes(self._blocks, space, self._scheduler.block_size)
+            self._scheduler.keeps_prefixes = True
 
     def check(self) -> str | None:
         image = self.weights.image

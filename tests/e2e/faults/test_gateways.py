@@ -50,7 +50,7 @@ def gates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 @dataclass
-class Outcome:
+class StreamRecord:
     """A client's record of a stream, over all connections."""
 
     text: str = ""
@@ -61,13 +61,13 @@ class Outcome:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-async def stream(platform: Platform, tenant: str, number: int, begun: asyncio.Event) -> Outcome:
+async def stream(platform: Platform, tenant: str, number: int, begun: asyncio.Event) -> StreamRecord:
     """Ask for a stream, and ask again when the connection is lost, to the end of the stream."""
     resumes = tenant == RESUMING
     body = {"model": "slow", "prompt": [5 + number, 6, 7], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     told = {"authorization": f"Bearer {platform.keys[tenant]}"} | ({"prefer": "resume"} if resumes else {})
-    said, asked_s = Outcome(), time.monotonic()
+    said, asked_s = StreamRecord(), time.monotonic()
     while True:
         tokens = 0  # of this connection
         try:
@@ -110,7 +110,7 @@ async def stream(platform: Platform, tenant: str, number: int, begun: asyncio.Ev
             asked_s = time.monotonic()
 
 
-async def streams(platform: Platform, kill: random.Random | None) -> dict[tuple[str, int], Outcome]:
+async def streams(platform: Platform, kill: random.Random | None) -> dict[tuple[str, int], StreamRecord]:
     """Run streams of both tenants; with `kill`, a gateway is killed when each stream has begun."""
     await asyncio.to_thread(gateways, platform)
     names = [(tenant, number) for number in range(STREAMS) for tenant in (RESUMING, ANEW)]
@@ -145,7 +145,7 @@ def serves(port: int, gateway: psutil.Process) -> bool:
     return False
 
 
-async def survived(platform: Platform, undisturbed: dict[tuple[str, int], Outcome], chance: random.Random) -> int:
+async def survived(platform: Platform, undisturbed: dict[tuple[str, int], StreamRecord], chance: random.Random) -> int:
     """Kill a gateway under the streams; check what clients got and pay. Returns the number of streams that broke."""
     before = {tenant: await asyncio.to_thread(platform.usage, tenant) for tenant in (RESUMING, ANEW)}
     said = await streams(platform, chance)
@@ -161,7 +161,9 @@ async def survived(platform: Platform, undisturbed: dict[tuple[str, int], Outcom
     return len(broken)
 
 
-async def paid(platform: Platform, before: dict[str, dict[str, int]], said: dict[tuple[str, int], Outcome]) -> None:
+async def paid(
+    platform: Platform, before: dict[str, dict[str, int]], said: dict[tuple[str, int], StreamRecord]
+) -> None:
     """Return when the bills are right: resumed requests once, others with the tokens that the clients were sent.
 
     A killed gateway may leave a write unbilled: at most an event of each broken stream."""
