@@ -142,14 +142,16 @@ def test_a_busy_model_that_a_gpu_can_serve_stays_on_one_runtime() -> None:
 
 
 def test_two_deaths_leave_nearly_all_tokens_on_time() -> None:
+    """Mean of four workloads: a workload alone lies up to 1.5 points from the mean of many, by the luck of its hashes."""
     faults = [InjectedFault(40.0, 2, "dies"), InjectedFault(90.0, 5, "dies")]
-    world = ran(base(88, 1, duration_s=150.0), USUAL, faults=faults)
-    seen = result(world)
-    assert seen.token_attainment >= 0.95
-    assert seen.resumed > 0
-    assert (
-        0 < seen.refusals <= 4 * USUAL.gateways
-    )  # a refusal keeps later requests away, until a report on its way comes
+    on_time = []
+    for seed in range(1, 5):
+        seen = result(ran(base(88, seed, duration_s=150.0), USUAL, faults=faults))
+        on_time.append(seen.token_attainment)
+        assert seen.resumed > 0
+        # A refusal keeps later requests away, until a report on its way comes.
+        assert 0 < seen.refusals <= 4 * USUAL.gateways
+    assert sum(on_time) / len(on_time) >= 0.95, on_time
 
 
 def test_while_a_device_drains_requests_go_elsewhere() -> None:
