@@ -26,6 +26,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.inputs import TextPrompt, TokensPrompt
 from vllm.inputs.engine import tokens_input
 from vllm.renderers import hf
 from vllm.renderers.params import ChatParams
@@ -43,6 +44,7 @@ from gateway.http.vllm_errors import unavailable
 from gateway.inference.context import RequestContext
 from gateway.vllm import events
 from gateway.vllm.bus_core import BusCore, BusLLM, failed
+from gateway.vllm.conversation import conversation
 
 log = structlog.get_logger()
 
@@ -55,10 +57,10 @@ class NotFast(Exception):
     """The fast way can't prepare the request: vLLM's handlers answer."""
 
 
-class NotRendered(Exception):
-    """The template refused the chat, or did not end. The cause is vLLM's exception.
+class PromptRefused(Exception):
+    """The template refused the chat or did not end, or the prompt is too long. The cause is vLLM's exception.
 
-    vLLM's handlers would render the chat again, and hold a thread of the front for as long.
+    vLLM's handlers would render the chat again for the same error, and hold the gateway for as long.
     """
 
 
@@ -88,10 +90,14 @@ class FastFront:
         if self._rust.encode_special_tokens != tokenizer.split_special_tokens:
             self._rust.encode_special_tokens = tokenizer.split_special_tokens
         self._added = {token: added.content for token, added in self._rust.get_added_tokens_decoder().items()}
-        self._characters_most = self._model.max_model_len * tokenizer.max_chars_per_token
         renderer = state.online_renderer
         self._chats = renderer.parser is None and not renderer.use_harmony
-        self._chat_params = _chat_params(state)
+        params = _chat_params(state)
+        self._template_kwargs = params.get_apply_chat_template_kwargs()
+        form = hf.resolve_chat_template_content_format(
+            params.chat_template, None, params.chat_template_content_format, tokenizer, model_config=self._model
+        )
+        self._in_parts = form == "openai"
         self._templates = cache(self._made_templates)
 
     @classmethod
@@ -125,7 +131,7 @@ class FastFront:
             context.refused = template_busy()
             await send_failure(send, False, 503, b"")
             return True
-        except NotRendered as error:
+        except PromptRefused as error:
             assert isinstance(error.__cause__, VLLMValidationError)
             context.way = FAST
             await send_failure(send, False, 400, _error(error.__cause__))
@@ -215,7 +221,6 @@ class FastFront:
             request: Any = CHAT_OF_DEFAULTS.model_copy(update=fields)
             serving, most = self._state.openai_serving_chat, request.max_completion_tokens
             most = request.max_tokens if most is None else most
-            tokens = self._tokens(self._rendered(ask), special=False)
         else:
             if fields.get("max_tokens") is None:  # vLLM's class has a default for a missing field alone
                 fields.pop("max_tokens", None)
@@ -223,10 +228,7 @@ class FastFront:
             part = f"{name}-0"
             request = COMPLETION_OF_DEFAULTS.model_copy(update=fields)
             serving, most = self._state.openai_serving_completion, request.max_tokens
-            tokens = self._tokens(ask.prompt, special=True) if isinstance(ask.prompt, str) else ask.prompt
-        request.build_tok_params(self._model)  # checks the number of tokens asked for
-        if not 0 < len(tokens) <= self._model.max_model_len:
-            raise NotFast
+        tokens = self._tokens(ask, request)
         defaults = serving.default_sampling_params
         most = get_max_tokens(self._model.max_model_len, most, len(tokens), defaults, serving.override_max_tokens)
         params = request.to_sampling_params(most, defaults)
@@ -244,26 +246,37 @@ class FastFront:
         first = primer(self._rust, tokens, style.skip_special_tokens)
         return PreparedAsk(name, _each(asked), len(tokens), first, style)
 
-    def _rendered(self, ask: ChatAsk) -> str:
+    def _tokens(self, ask: Ask, request: Any) -> list[int]:
+        """Return the tokens of a prompt. `request`: vLLM's request.
+
+        Raises PromptRefused, in vLLM's order of the checks; NotFast without a token. The loop goes on during
+        `encode_batch_fast`: the library gives the interpreter free for batches, and for single texts not.
+        """
+        tokenizer = self._llm.renderer.get_tokenizer()
         try:
-            _, prompt = self._llm.renderer.render_messages(msgspec.to_builtins(ask.messages), self._chat_params)
+            limits = request.build_tok_params(self._model)
+            prompt = self._rendered(ask) if isinstance(ask, ChatAsk) else ask.prompt
+            if isinstance(prompt, str):
+                limits.apply_pre_tokenization(tokenizer, TextPrompt(prompt=prompt))
+                (encoded,) = self._rust.encode_batch_fast([prompt], add_special_tokens=limits.add_special_tokens)
+                # vLLM's tokeniser ends at a token more than the most, and the error tells that number.
+                tokens = list(encoded.ids)[: limits.max_input_tokens + 1]
+            else:
+                tokens = prompt
+            limits.apply_post_tokenization(tokenizer, TokensPrompt(prompt_token_ids=tokens))
         except VLLMValidationError as error:
-            raise NotRendered from error
-        text = prompt.get("prompt")
+            raise PromptRefused from error
+        if not tokens:
+            raise NotFast
+        return tokens
+
+    def _rendered(self, ask: ChatAsk) -> str:
+        messages: Any = conversation(ask.messages, self._in_parts)
+        tokenizer: Any = self._llm.renderer.get_tokenizer()
+        text = hf.safe_apply_chat_template(self._model, tokenizer, messages, **self._template_kwargs)
         if not isinstance(text, str):
             raise NotFast
         return text
-
-    def _tokens(self, text: str, special: bool) -> list[int]:
-        """Return the tokens of a text. `special`: with the tokens that the tokeniser puts around a text.
-
-        The loop goes on during `encode_batch_fast`: the library gives the interpreter free for batches, and for single
-        texts not.
-        """
-        if len(text) > self._characters_most:
-            raise NotFast
-        (encoded,) = self._rust.encode_batch_fast([text], add_special_tokens=special)
-        return list(encoded.ids)
 
 
 def template_busy() -> Problem:

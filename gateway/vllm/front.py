@@ -53,7 +53,7 @@ from gateway.http.errors import openai_response, rate_limited
 from gateway.inference.computed import Computed
 from gateway.inference.context import CONTEXT, RequestContext
 from gateway.inference.resuming import not_resumable
-from gateway.vllm import templates
+from gateway.vllm import templates, yielding
 from gateway.vllm.bus_core import BusCore, BusLLM, Deps
 from gateway.vllm.fast_front import FastFront, template_busy
 from gateway.vllm.threads import TenantThreads, TooManyWaiting
@@ -70,6 +70,7 @@ hf._cached_resolve_chat_template_kwargs = templates.variables
 AnthropicServingMessages._detect_merge_inline_system = staticmethod(templates.system_first)  # type: ignore[method-assign]
 # Two formats for each front. vLLM reads a template again, on the event loop, if its format fell out of the cache.
 hf._CONTENT_FORMATS_MAXSIZE = 4 * FRONTS_MOST
+yielding.install()
 
 
 def known() -> Known:
@@ -133,6 +134,7 @@ def _build_llm(spec: EngineSpec, deps: Deps) -> BusLLM:
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     llm = BusLLM(config, BusCore(deps, spec.key))
     _share_threads(llm)
+    yielding.render_in_thread(llm.renderer)
     return llm
 
 

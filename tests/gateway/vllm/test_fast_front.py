@@ -30,8 +30,14 @@ TAKEN: Counter[str] = Counter()  # requests by way
 
 # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+DROPPED = "x-anthropic-billing-header: a"  # vLLM drops such a line of a system message
 SAID = st.text(st.sampled_from("ab ceh.,'\n\"\\<>é日😀\x00\x1f"), max_size=12)
-TEXTS = st.one_of(SAID, st.sampled_from(["hello", "the dont", f"a{MARK}b", "</s> x", "<tool>", " two  spaces "]))
+TEXTS = st.one_of(
+    SAID,
+    st.sampled_from(
+        ["hello", "the dont", f"a{MARK}b", "</s> x", "<tool>", " two  spaces ", DROPPED, f"{DROPPED}\nhello"]
+    ),
+)
 CONTENTS = st.one_of(
     TEXTS, st.lists(st.builds(lambda text: {"type": "text", "text": text}, TEXTS), min_size=1, max_size=2)
 )
@@ -94,6 +100,8 @@ ODD: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
         {"stop_token_ids": [-1]},
         {"seed": 1 << 70},
         {"messages": []},
+        {"messages": [{"role": "user", "content": "a " * 400}]},
+        {"messages": [{"role": "user", "content": "a" * 90}] * 60},
         {"prompt": ""},
         {"prompt": [10**6]},
         {"prompt": "a" * 5000},
@@ -119,7 +127,8 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     else:
         body["prompt"] = draw(st.one_of(TEXTS.filter(bool), st.lists(st.integers(0, 290), min_size=1, max_size=20)))
     if draw(st.integers(0, 9)) == 0:
-        body |= draw(ODD)
+        for odd in draw(st.lists(ODD, min_size=1, max_size=2)):  # of two faults both ways tell the same
+            body |= odd
     return path, body
 
 
