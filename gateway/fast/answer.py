@@ -44,7 +44,8 @@ class Answers:
         self._decoders, self._whole, self._end = decoders, whole, end
         self._pieces: dict[int, TextPiece] = {}  # by index
         self._waiter: asyncio.Future[None] | None = None  # of the task that sends
-        self._failure: AnswerFailed | None = None
+        self._told: Callable[[], None] | None = None  # hears of text while the answers go on
+        self._failure: BaseException | None = None
         self._open = set(range(len(decoders)))
         self._found: dict[int, tuple[int, int]] = {}  # by index, until the end: prompt tokens found cached, and written
         self.cached_tokens = self.written_tokens = 0
@@ -105,18 +106,50 @@ class Answers:
         self._failure = AnswerFailed(error, refused)
         self._wake()
 
+    def broken(self, error: BaseException) -> None:
+        """Note that the client can't be written to: `over` raises `error`."""
+        self._failure = error
+        self._wake()
+
+    def tell(self, told: Callable[[], None] | None) -> None:
+        """Let `told` hear when text waits, now and later, while the answers go on."""
+        self._told = told
+        if told is not None and self._pieces and self.go_on:
+            told()
+
+    @property
+    def go_on(self) -> bool:
+        """Whether further tokens will come, and no answer failed."""
+        return bool(self._open) and self._failure is None
+
     def _wake(self) -> None:
+        if self._told is not None and self.go_on:
+            self._told()
+            return
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def waiting(self) -> list[TextPiece]:
-        """Return the waiting pieces, at least a piece. Raises AnswerFailed."""
+    async def text(self) -> None:
+        """Wait until a piece waits. Raises AnswerFailed."""
         while self._failure is None and (not self._pieces or (self._whole and self._open)):
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._woken()
         if self._failure is not None:
             raise self._failure
+
+    async def over(self) -> None:
+        """Wait until no further token will come. The last pieces wait. Raises AnswerFailed, and what `broken` noted."""
+        while self.go_on:
+            await self._woken()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _woken(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def take(self) -> list[TextPiece]:
+        """Return the waiting pieces, which wait no longer."""
         pieces, self._pieces = list(self._pieces.values()), {}
         return pieces
 

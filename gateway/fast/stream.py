@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+import types
+from collections.abc import Awaitable, Coroutine, Generator
+from typing import Any
 
 from starlette.types import Send
 
@@ -16,54 +19,148 @@ _STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 _JSON = [(b"content-type", b"application/json")]
 
 
-async def send_stream(
-    send: Send,
-    context: RequestContext,
-    answers: Answers,
-    events: StreamEvents,
-    includes_usage: bool,
-    submitting: Awaitable[None],
-) -> None:
-    """Send a stream to the end. `submitting` gives the request to runtimes, after the head of the response was sent.
+class Flusher:
+    """Writes the waiting text of streams once in a turn of the loop, and wakes no task for a token."""
 
-    Events of a stream that the client can resume have ids, and events that the client has are left out. Raises
-    AnswerFailed, and the errors of `submitting`.
-    """
-    await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
-    await submitting
-    sent: dict[int, int] = {}  # tokens of each answer
-    begun, writer = False, context.writer
-    ids = EventIds(context.resumes_after or Position()) if context.resumable is not None else None
-    while True:
-        pieces = await answers.waiting()
-        said = []
-        if not begun:
-            begun = True
-            context.call.prompt_tokens += events.prompt_tokens
-            context.call.cached_tokens += answers.cached_tokens
-            first = [events.first(index) for index in range(answers.count)]
-            said += first if ids is None else [ids.marked(Part.TEXT, event) for event in first]
-        for piece in pieces:
+    def __init__(self) -> None:
+        self._due: list[StreamSender] = []
+
+    def add(self, sender: StreamSender) -> None:
+        """Let `sender` write in the next turn of the loop."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._due.append(sender)
+
+    def _flush(self) -> None:
+        due, self._due = self._due, []
+        for sender in due:
+            sender.flush()
+
+
+class StreamSender:
+    """Sends a stream to the client. Events of a stream that the client can resume have ids, and events that the client
+    has are left out."""
+
+    def __init__(
+        self, context: RequestContext, answers: Answers, events: StreamEvents, includes_usage: bool, flusher: Flusher
+    ) -> None:
+        assert context.writer is not None
+        self._context, self._answers, self._events = context, answers, events
+        self._includes_usage, self._flusher, self._writer = includes_usage, flusher, context.writer
+        self._ids = EventIds(context.resumes_after or Position()) if context.resumable is not None else None
+        self._sent: dict[int, int] = {}  # tokens of each answer
+        self._due = False
+        self._writing: asyncio.Task[None] | None = None  # a write that waits for the client to read
+
+    async def run(self, send: Send, submitting: Awaitable[None]) -> None:
+        """Send the stream to the end. `submitting` gives the request to runtimes, after the head of the response was
+        sent. Raises AnswerFailed, and the errors of `submitting`."""
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
+        await submitting
+        await self._answers.text()
+        body = self._begun() + self._said()
+        if self._answers.go_on:
+            self._write(body)
+            await self._go_on()
+            body = self._said()
+        await send({"type": "http.response.body", "body": body + self._end(), "more_body": False})
+
+    async def _go_on(self) -> None:
+        """Write text as the text comes, until the last pieces wait. Raises AnswerFailed, and errors of writing."""
+        failure: Exception | None = None
+        self._answers.tell(self._has_text)
+        try:
+            try:
+                await self._answers.over()
+            except Exception as error:  # told to the client after what is being written
+                failure = error
+            if self._writing is not None:
+                await self._writing
+        except BaseException:
+            if self._writing is not None:
+                self._writing.cancel()
+            raise
+        finally:
+            self._answers.tell(None)
+        if failure is not None:
+            raise failure
+
+    def flush(self) -> None:
+        """Write waiting text, unless the client has yet to read what was written before, or the end comes."""
+        self._due = False
+        if self._writing is None and self._answers.go_on:
+            self._write(self._said())
+
+    def _has_text(self) -> None:
+        if not self._due:
+            self._due = True
+            self._flusher.add(self)
+
+    def _write(self, body: bytes) -> None:
+        """Begin to write. A write that the socket takes at once needs no task."""
+        if not body or not self._context.there():
+            return
+        writing = self._writer.piece(body)
+        try:
+            waited_for = writing.send(None)
+        except StopIteration:
+            return
+        except Exception as error:
+            self._answers.broken(error)
+            return
+        self._writing = asyncio.create_task(_rest(writing, waited_for))
+        self._writing.add_done_callback(self._written)
+
+    def _written(self, task: asyncio.Task[None]) -> None:
+        if self._writing is task:
+            self._writing = None
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            self._answers.broken(error)
+        else:
+            self.flush()
+
+    def _begun(self) -> bytes:
+        """Count the prompt, and return the events before the first text."""
+        context, events = self._context, self._events
+        context.call.prompt_tokens += events.prompt_tokens
+        context.call.cached_tokens += self._answers.cached_tokens
+        first = [events.first(index) for index in range(self._answers.count)]
+        return b"".join(first if self._ids is None else [self._ids.marked(Part.TEXT, event) for event in first])
+
+    def _said(self) -> bytes:
+        """Take the waiting pieces, and return the events of the pieces."""
+        context, ids, said = self._context, self._ids, []
+        for piece in self._answers.take():
             context.made_tokens += piece.tokens
             context.call.finish = piece.finish or context.call.finish
-            before = sent.get(piece.index, 0)
+            before = self._sent.get(piece.index, 0)
             if piece.text or piece.tokens or before:
-                sent[piece.index] = before + piece.tokens
+                self._sent[piece.index] = before + piece.tokens
                 lacking = piece if ids is None else ids.piece(piece)
                 if lacking is not None:
-                    event = _event(events, lacking, sent[piece.index], not includes_usage)
+                    event = _event(self._events, lacking, self._sent[piece.index], not self._includes_usage)
                     said.append(event if ids is None else ids.named(event, piece.finish))
-        if ended := answers.ended:
-            if includes_usage:
-                usage = events.usage(sum(sent.values()), answers.cached_tokens, answers.written_tokens)
-                said.append(usage if ids is None else ids.marked(Part.USAGE, usage))
-            said.append(DONE)
-        if ended or writer is None:
-            await send({"type": "http.response.body", "body": b"".join(said), "more_body": not ended})
-        elif context.there() and (body := b"".join(said)):
-            await writer.piece(body)
-        if ended:
-            return
+        return b"".join(said)
+
+    def _end(self) -> bytes:
+        if not self._includes_usage:
+            return DONE
+        answers = self._answers
+        usage = self._events.usage(sum(self._sent.values()), answers.cached_tokens, answers.written_tokens)
+        return (usage if self._ids is None else self._ids.marked(Part.USAGE, usage)) + DONE
+
+
+@types.coroutine
+def _resumed(begun: Coroutine[Any, Any, None], waited_for: Any) -> Generator[Any, Any, None]:
+    yield waited_for
+    yield from begun
+
+
+async def _rest(begun: Coroutine[Any, Any, None], waited_for: Any) -> None:
+    """Run the rest of a coroutine that was begun outside of a task, and waits for `waited_for`."""
+    await _resumed(begun, waited_for)
 
 
 def _event(events: StreamEvents, piece: TextPiece, tokens: int, of_all: bool) -> bytes:

@@ -37,7 +37,7 @@ from gateway.core.way import FAST, ChatAsk, CompletionAsk, sampling_fields
 from gateway.fast.answer import AnswerFailed, Answers
 from gateway.fast.chunks import EventTemplates, StreamEvents
 from gateway.fast.resume import ResumedListener
-from gateway.fast.stream import send_failure, send_stream
+from gateway.fast.stream import Flusher, StreamSender, send_failure
 from gateway.fast.text import TextDecoder, TextStyle, primer
 from gateway.http.errors import Problem
 from gateway.http.vllm_errors import unavailable
@@ -99,6 +99,7 @@ class FastFront:
         )
         self._in_parts = form == "openai"
         self._templates = cache(self._made_templates)
+        self._flusher = Flusher()
 
     @classmethod
     def of(cls, llm: BusLLM, core: BusCore, state: State) -> FastFront | None:
@@ -159,7 +160,8 @@ class FastFront:
                     len(ids),
                 )
                 submitting = self._submit(prepared, answers, context.found is not None)
-                await send_stream(send, context, answers, chunks, ask.includes_usage, submitting)
+                sender = StreamSender(context, answers, chunks, ask.includes_usage, self._flusher)
+                await sender.run(send, submitting)
             else:
                 await self._submit(prepared, answers, False)
                 await self._send_whole(ask, prepared, context, answers, created, send)
@@ -180,7 +182,8 @@ class FastFront:
     async def _send_whole(
         self, ask: Ask, prepared: PreparedAsk, context: RequestContext, answers: Answers, created: int, send: Send
     ) -> None:
-        pieces = sorted(await answers.waiting(), key=lambda piece: piece.index)
+        await answers.text()
+        pieces = sorted(answers.take(), key=lambda piece: piece.index)
         tokens = sum(piece.tokens for piece in pieces)
         context.call.prompt_tokens += prepared.prompt_tokens
         context.call.cached_tokens += answers.cached_tokens
