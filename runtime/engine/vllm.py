@@ -145,7 +145,8 @@ class VllmEngine:
         outputs, executed = self._core.step()
         self._core.post_step(executed)
         if self._prefixes is not None:
-            self._prefixes.computed(self._scheduler.scheduled_tokens, time.monotonic() - began)
+            brought_s += self._prefixes.computed(self._scheduler.scheduled_tokens, time.monotonic() - began)
+            self._prefixes.keep_ahead()
         said = [self._output(output) for made in outputs.values() for output in made.outputs]
         if said and brought_s:
             said[0] = structs.replace(said[0], brought_s=brought_s)
@@ -290,7 +291,7 @@ class VllmEngine:
     def _give_back(self, pages: list[int]) -> None:
         blocks = self.kv.blocks_on(pages)
         if self._prefixes is not None:
-            self._prefixes.keep(blocks, self._written())
+            self._prefixes.keep(blocks)
         self._blocks.retire(blocks)
         self.kv.unmap(pages, self._written())
 
@@ -320,7 +321,7 @@ class VllmEngine:
         # blocks at different times. On several devices the ranks would have to agree on each block.
         elif self._kept_prefixes.most_bytes and self._scheduler.groups.plain and ranks.size() == 1:
             space = self._kept_prefixes.space(self.kv)
-            self._prefixes = Prefixes(self._blocks, space, self._scheduler.block_size)
+            self._prefixes = Prefixes(self._blocks, space, self._scheduler.block_size, self._written)
             self._scheduler.keeps_prefixes = True
 
     def check(self) -> str | None:

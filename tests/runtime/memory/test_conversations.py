@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,9 +19,11 @@ if TYPE_CHECKING:
     from runtime.core.prefix_index import KeptBlock
     from runtime.engine.builder import Builder
     from runtime.engine.vllm import VllmEngine
+    from runtime.memory.native import TransferTicket
 
 POOL_BYTES, HOST_BYTES, KEPT_BYTES = 128 << 20, 512 << 20, 128 << 20
 PAGES = 8
+COPY_S = 60
 TTL_S = 600.0
 
 
@@ -118,6 +122,60 @@ def test_blocks_of_shrunken_caches_are_kept_as_well(build: Builder, engine: Vllm
     build.prefixes.settle()
     again.turn(engine, 400)
     assert again.cached == [384] and again.said == first.said
+
+
+def test_conversations_that_take_each_others_blocks_find_their_prefixes(build: Builder, engine: VllmEngine) -> None:
+    """A page has 15 blocks beside the null block. Two conversations of up to seven blocks each fit, and four do not."""
+    crowded, roomy = ([Conversation(seed, f"{kind} {seed}") for seed in range(20, 24)] for kind in ("crowded", "roomy"))
+    awake(engine, PAGES)
+    for conversation in roomy * 4:
+        conversation.turn(engine, 200)
+    asleep(engine)
+    awake(engine, 1)
+    for conversation in crowded * 4:
+        conversation.turn(engine, 200)
+        build.prefixes.settle()
+        assert engine.held().kv == 1
+    assert [each.said for each in crowded] == [each.said for each in roomy]
+    assert [each.cached for each in crowded] == [each.cached for each in roomy] == [[0, 128, 384, 512]] * 4
+
+
+def test_a_block_is_handed_out_when_its_copy_is_over(
+    build: Builder, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies are so late that the bytes come from the device only when the device's thread waits for the copies."""
+    first, again, others = Conversation(30), Conversation(30), [Conversation(seed) for seed in (31, 32)]
+    first.turn(awake(engine, 1), 800)
+    copies: list[LateCopy] = []
+    copy = engine.kv.copy
+
+    def late(*asked: Any) -> LateCopy:
+        copies.append(LateCopy(partial(copy, *asked)))
+        return copies[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.kv, "copy", late)
+        for other in others:
+            other.turn(engine, 800)
+        assert copies[0].over.is_set()
+        for each in copies:
+            each.wait(COPY_S)
+    build.prefixes.settle()
+    again.turn(engine, 800)
+    assert again.said == first.said and again.cached == [768]
+
+
+class LateCopy:
+    """The ticket of a copy that the main thread makes when the main thread waits for the copy."""
+
+    def __init__(self, copy: Callable[[], TransferTicket]) -> None:
+        self._copy, self.over = copy, threading.Event()
+
+    def wait(self, timeout_s: float) -> None:
+        if threading.current_thread() is threading.main_thread() and not self.over.is_set():
+            self._copy().wait(timeout_s)
+            self.over.set()
+        assert self.over.wait(timeout_s)
 
 
 def test_the_golden_question_leaves_no_block(build: Builder, engine: VllmEngine) -> None:
