@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 from vllm.v1.core.block_pool import BlockPool
@@ -27,6 +27,7 @@ from runtime.engine import ranks
 from runtime.memory.kv import KvRegion
 from runtime.memory.native import CacheMemory, Code, Direction, PoolError, TransferTicket
 from runtime.memory.prefixes import EndedBlock, PrefixSpace
+from store.contract.wire import ONCE
 
 log = structlog.get_logger()
 
@@ -139,6 +140,20 @@ class ElasticBlockPool(BlockPool):
         self._passed.update(each.block for each in found)
         return found
 
+    def cache_full_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        if not _only_once(request):
+            super().cache_full_blocks(request, *args, **kwargs)
+
+    def cache_partial_block(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        return None if _only_once(request) else super().cache_partial_block(request, *args, **kwargs)
+
+    def forget(self, salt: str) -> None:
+        """Forget the prefixes in blocks without an owner, left by requests under the salt or under an unknown salt."""
+        for block in [*self.next_blocks(self.get_num_free_blocks())]:
+            if self._ended.get(block.block_id, salt) == salt:
+                self._maybe_evict_cached_block(block)
+                self._forget_ended(block.block_id)
+
     def _forget_ended(self, block: int) -> None:
         self._ended.pop(block, None)
         self._passed.discard(block)
@@ -169,6 +184,11 @@ class ElasticBlockPool(BlockPool):
         for page in self._kv.pages_of(block.block_id):
             was, self._used[page] = self._used[page], self._used[page] + change
             self._pages_in_use += bool(self._used[page]) - bool(was)
+
+
+def _only_once(request: Request) -> bool:
+    """Whether the request leaves no prefix behind."""
+    return (request.cache_salt or "").startswith(ONCE)
 
 
 class Transfer:
@@ -320,6 +340,10 @@ class Prefixes:
         if tokens:
             self._costs.computed(tokens, took_s - self._waited_s)
         return self._waited_s
+
+    def forget(self, salt: str) -> None:
+        """Forget the blocks in the host cache that requests under the salt have left."""
+        self._space.forget(salt)
 
     def close(self) -> None:
         self._space.close()

@@ -44,7 +44,7 @@ from runtime.memory.lent import lend, take_back
 from runtime.memory.native import Backend, PoolError, TransferTicket
 from runtime.memory.prefixes import HostPrefixes
 from runtime.memory.weights import Weights
-from store.contract.wire import Departure, Finish, KvForm
+from store.contract.wire import ONCE, Departure, Finish, KvForm
 from store.telemetry.observe import place_of
 
 log = structlog.get_logger()
@@ -103,7 +103,7 @@ class VllmEngine:
         message: EngineCoreRequest = self._decoder.decode(payload)
         message.request_id = id
         if self.sequential:
-            message.cache_salt = id  # requests share no prefix blocks, not even of one tenant
+            message.cache_salt = ONCE + id  # requests share no prefix blocks, not even of one tenant
         if id in self._scheduler.requests:
             raise BadRequest(f"request {id} is here already: a request has its name for itself")
         if begun:
@@ -283,6 +283,11 @@ class VllmEngine:
 
     def evict(self, weights_pages: int) -> None:
         self.weights.evict(weights_pages, self._written())
+
+    def forget_prefixes(self, salt: str) -> None:
+        self._blocks.forget(salt)
+        if self._prefixes is not None:
+            self._prefixes.forget(salt)
 
     def _open(self, pages: int) -> None:
         if pages > 0:

@@ -170,9 +170,13 @@ class PrefixSpace:
         Returns the number of blocks, from the first on, that came whole; the bytes of the others must not be used."""
         return self._store.bring(self, keys, device)
 
+    def forget(self, tenant: str) -> None:
+        """Forget every block of a tenant."""
+        self._store.forget(self, tenant)
+
     def close(self) -> None:
-        """Forget every block."""
-        self._store.forget(self)
+        """Forget every block, and end."""
+        self._store.end(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +362,12 @@ class HostPrefixes:
 
     # ── the end of copies, and of blocks ──────────────────────────────────────────────────────────────────────────────
 
-    def forget(self, space: PrefixSpace) -> None:
+    def forget(self, space: PrefixSpace, tenant: str) -> None:
+        """See `PrefixSpace.forget`."""
+        with self._lock:
+            self._remove([block for block in self._index.of(space.number) if block.tenant == tenant])
+
+    def end(self, space: PrefixSpace) -> None:
         """Forget every block of an engine that ends."""
         with self._lock:
             self._remove(self._index.of(space.number))

@@ -1,0 +1,45 @@
+"""Routes of the control plane that forget prefixes of ended requests."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from gateway.control.deployments import Serving, find
+from gateway.core.salts import cache_salt
+from gateway.http.api import OF_TENANT, Call, Operation
+from gateway.http.errors import Problem
+
+
+@Operation(status=204, query=(OF_TENANT,), problems=(409, 503), operator=("deployments",))
+async def forget(call: Call, serving: Serving) -> Response:
+    """Forget what runtimes keep of the deployment's ended requests.
+
+    Later requests compute their prompts anew. Deployments of the tenant that share the engine lose their prefixes, too.
+    A request that runs meanwhile leaves its prefix at its end."""
+    tenant_id = await call.tenant_id()
+    async with call.database.write() as connection:
+        deployment = await find(call, connection, tenant_id)
+        await call.record(connection, "deployment.prefixes_forgotten", deployment.id, deployment.tenant_id)
+    for revision in deployment.live:
+        await _forget(call, serving, deployment.tenant_id, revision.engine.key)
+    return Response(status_code=204)
+
+
+@Operation(status=204, problems=(503,), operator=("tenants",))
+async def forget_all(call: Call, serving: Serving) -> Response:
+    """Forget what runtimes keep of the tenant's ended requests, of every deployment.
+
+    A request that runs meanwhile leaves its prefix at its end."""
+    within = await call.tenant(call.path("tenant"))
+    assert within.tenant_id is not None
+    async with call.database.write() as connection:
+        await call.record(connection, "tenant.prefixes_forgotten", within.tenant_id, within.tenant_id)
+    await _forget(call, serving, within.tenant_id, "")
+    return Response(status_code=204)
+
+
+async def _forget(call: Call, serving: Serving, tenant_id: str, key: str) -> None:
+    """Have every runtime forget. `key`: key of an engine; empty: every engine. Raises Problem if a runtime refuses."""
+    reply = await serving.fleet.forget(key, cache_salt(call.auth.pepper, tenant_id))
+    if reply.refusal is not None:
+        raise Problem(503, "runtime_refused", f"{reply.reason}: try again", headers={"retry-after": "2"})
