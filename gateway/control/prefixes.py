@@ -1,4 +1,4 @@
-"""Routes of the control plane that forget prefixes of ended requests."""
+"""Routes of the control plane by which runtimes forget prefixes of ended requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.http.errors import Problem
 
 @Operation(status=204, query=(OF_TENANT,), problems=(409, 503), operator=("deployments",))
 async def forget(call: Call, serving: Serving) -> Response:
-    """Forget what runtimes keep of the deployment's ended requests.
+    """Forget the prefixes that ended requests to the deployment have left at runtimes.
 
     Later requests compute their prompts anew. Deployments of the tenant that share the engine lose their prefixes, too.
     A request that runs meanwhile leaves its prefix at its end."""
@@ -27,7 +27,7 @@ async def forget(call: Call, serving: Serving) -> Response:
 
 @Operation(status=204, problems=(503,), operator=("tenants",))
 async def forget_all(call: Call, serving: Serving) -> Response:
-    """Forget what runtimes keep of the tenant's ended requests, of every deployment.
+    """Forget the prefixes that ended requests of the tenant have left at runtimes, for every deployment.
 
     A request that runs meanwhile leaves its prefix at its end."""
     within = await call.tenant(call.path("tenant"))

@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
 from runtime import ipc  # noqa: E402
+from store.contract.wire import Residency  # noqa: E402
 from tests.bench.timing import load, milliseconds, one_thread, ratios  # noqa: E402
 from tests.runtime.device.test_agents import (  # noqa: E402
     CONTEXT,
@@ -116,9 +117,8 @@ async def foreign(folder: Path, rounds: int) -> dict[str, object]:
     for number in range(rounds):
         await arm.ask("m0", words(f"known {number}", FOREIGN_WORDS), "victim", tokens=1)
         await arm.ask("m0", words(f"mine {number}", FOREIGN_WORDS), "prober", tokens=1)
-        kept, device = arm.device.state.device_bytes.prefixes.kept, arm.device
-        device.end.send(ipc.Order("m0", False))
-        await device.until(lambda kept=kept, device=device: device.state.device_bytes.prefixes.kept > kept)
+        arm.device.end.send(ipc.Order("m0", False))
+        await arm.device.until(lambda: arm.device.state.models["m0"].residency is Residency.STAGED)
         await arm.ask("m0", words("awake", 10), "prober", tokens=1)
         for kind in rng.sample(sorted(found), len(found)):
             seed = {"new": f"new {number}", "foreign": f"known {number}", "own": f"mine {number}"}[kind]

@@ -1,4 +1,4 @@
-"""Prefixes of ended requests, from `staccato up` to the bill: who finds which, and who has which forgotten."""
+"""Prefixes of ended requests, from `staccato up` to the bill: prefixes outlast sleep, and end at a tenant's word."""
 
 from __future__ import annotations
 

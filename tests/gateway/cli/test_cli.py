@@ -380,16 +380,10 @@ def test_a_deployment_is_listed_put_to_sleep_woken_and_removed(staccato: Staccat
         ordered = staccato(order, deployed)
         assert ordered.code == 0, ordered.err
         assert re.search(rf"^PHASE +{phase}$", ordered.out, re.M), ordered.out  # the state after, not before the order
+    assert f"the prefixes of {deployed} of {tenant} are forgotten" in staccato("forget", deployed).err
     assert staccato("rm", deployed).code == 0
     gone = staccato("show", deployed)
     assert gone.code == NOT_FOUND and deployed in gone.err
-
-
-def test_prefixes_of_a_deployment_are_forgotten(staccato: Staccato, alone: str, tenant: str) -> None:
-    done = staccato("forget", alone, "--tenant", tenant)
-    assert done.code == 0 and f"the prefixes of {alone} of {tenant} are forgotten" in done.err
-    assert staccato("forget", alone, "--tenant", tenant, "--json").json["name"] == alone
-    assert staccato("forget", "nothing", "--tenant", tenant).code != 0
 
 
 def test_an_order_to_sleep_that_another_deployment_outvotes_says_so(staccato: Staccato, tenant: str) -> None:
