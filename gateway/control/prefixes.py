@@ -1,4 +1,4 @@
-"""Routes of the control plane by which runtimes forget prefixes of ended requests."""
+"""Routes of the control plane for prefixes of ended requests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gateway.http.errors import Problem
 
 @Operation(status=204, query=(OF_TENANT,), problems=(409, 503), operator=("deployments",))
 async def forget(call: Call, serving: Serving) -> Response:
-    """Forget the prefixes that ended requests to the deployment have left at runtimes.
+    """Forget the prefixes of ended requests to the deployment.
 
-    Later requests compute their prompts anew. Deployments of the tenant that share the engine lose their prefixes, too.
-    A request that runs meanwhile leaves its prefix at its end."""
+    Later requests compute prompts anew. Other deployments of the tenant with the same engine lose prefixes, too. A
+    running request leaves a prefix at the request's end."""
     tenant_id = await call.tenant_id()
     async with call.database.write() as connection:
         deployment = await find(call, connection, tenant_id)
@@ -27,9 +27,9 @@ async def forget(call: Call, serving: Serving) -> Response:
 
 @Operation(status=204, problems=(503,), operator=("tenants",))
 async def forget_all(call: Call, serving: Serving) -> Response:
-    """Forget the prefixes that ended requests of the tenant have left at runtimes, for every deployment.
+    """Forget the prefixes of ended requests to every deployment of the tenant.
 
-    A request that runs meanwhile leaves its prefix at its end."""
+    A running request leaves a prefix at the request's end."""
     within = await call.tenant(call.path("tenant"))
     assert within.tenant_id is not None
     async with call.database.write() as connection:
@@ -39,7 +39,9 @@ async def forget_all(call: Call, serving: Serving) -> Response:
 
 
 async def _forget(call: Call, serving: Serving, tenant_id: str, key: str) -> None:
-    """Have every runtime forget. `key`: key of an engine; empty: every engine. Raises Problem if a runtime refuses."""
+    """Have every runtime forget the tenant's prefixes of an engine; an empty `key` is for every engine.
+
+    Raises Problem if a runtime refuses."""
     reply = await serving.fleet.forget(key, cache_salt(call.auth.pepper, tenant_id))
     if reply.refusal is not None:
         raise Problem(503, "runtime_refused", f"{reply.reason}: try again", headers={"retry-after": "2"})
