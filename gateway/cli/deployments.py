@@ -228,8 +228,8 @@ def _given(context: typer.Context, body: Row) -> Row:
     sources = {name: context.get_parameter_source(name) for name in context.params}
     said = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
     parts = {"slo": body["slo"], "scaling": _only(body["scaling"], said)}
-    names = {*body} - {"slo", "scaling", "name", "tenant"}
-    whole = {name: body[name] for name in names if name in said}
+    apart = ("slo", "scaling", "name", "tenant")
+    whole = {name: value for name, value in body.items() if name in said and name not in apart}
     return whole | {name: part for name, part in parts.items() if part}
 
 
