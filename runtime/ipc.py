@@ -125,6 +125,13 @@ class ImageMade(msgspec.Struct, frozen=True, tag="ImageMade"):
     lacks_bytes: int = 0  # room that the host cache lacked for the image
 
 
+class Forget(msgspec.Struct, frozen=True, tag="Forget"):
+    """Forget the prefixes that ended requests under a cache salt have left."""
+
+    model: str  # empty: every model
+    salt: str
+
+
 class ShowDevicePages(msgspec.Struct, frozen=True, tag="ShowPages"):
     """Ask for the map of the pool; answered by Mapped, between two steps."""
 
@@ -146,6 +153,7 @@ ToDevice = (
     | wire.AbortMove
     | wire.Release
     | ImageMade
+    | Forget
     | ShowDevicePages
     | Quit
 )

@@ -39,6 +39,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "rollback": deployments.rollback,
     "sleep": deployments.sleep,
     "wake": deployments.wake,
+    "forget": deployments.forget,
     "ps": deployments.processes,
     "top": top.top,
     "chat": chat.chat,

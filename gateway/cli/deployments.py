@@ -1,4 +1,4 @@
-"""`staccato deploy`, `promote`, `rollback`, `ls`, `show`, `rm`, `sleep`, `wake`, `ps`."""
+"""`staccato deploy`, `promote`, `rollback`, `ls`, `show`, `rm`, `forget`, `sleep`, `wake`, `ps`."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ DETAILS = DEPLOYMENT | {
     "TOOL PARSER": "tool_parser",
     "REASONING": "reasoning_parser",
     "TEXT ALONE": "language_model_only",
+    "PREFIXES": "keep_prefixes",
 }
 ON_DEVICE = {
     "DEVICE": "device",
@@ -151,6 +152,9 @@ def deploy(
     language_model_only: Annotated[
         bool, typer.Option("--language-model-only", help="Without pictures: what sees them is not loaded.")
     ] = False,
+    keep_prefixes: Annotated[
+        bool, typer.Option(help="Whether devices keep computed prompts for later requests of the tenant.")
+    ] = True,
     canary: Annotated[
         int | None,
         typer.Option(
@@ -180,6 +184,7 @@ def deploy(
         "tool_parser": tool_parser,
         "reasoning_parser": reasoning_parser,
         "language_model_only": language_model_only,
+        "keep_prefixes": keep_prefixes,
     }
     with connect(url, key) as gateway:
         if model is not None:
@@ -223,8 +228,8 @@ def _given(context: typer.Context, body: Row) -> Row:
     sources = {name: context.get_parameter_source(name) for name in context.params}
     said = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
     parts = {"slo": body["slo"], "scaling": _only(body["scaling"], said)}
-    names = ("model", "dtype", "max_model_len", "priority", "tool_parser", "reasoning_parser", "language_model_only")
-    whole = {name: body[name] for name in names if name in said}
+    apart = ("slo", "scaling", "name", "tenant")
+    whole = {name: value for name, value in body.items() if name in said and name not in apart}
     return whole | {name: part for name, part in parts.items() if part}
 
 
@@ -380,6 +385,17 @@ def remove(name: Name, tenant: Tenant = None, url: Url = None, key: Key = None, 
         print_json({"id": row["id"], "name": row["name"]})
     else:
         note(f"{row['name']} of {row['tenant']} is deleted")
+
+
+def forget(name: Name, tenant: Tenant = None, url: Url = None, key: Key = None, json: Json = False) -> None:
+    """Have devices forget the computed prompts of a deployment's ended requests."""
+    with connect(url, key) as gateway:
+        row = find(gateway, name, tenant)
+        gateway.delete(route("deployments", text(row["id"]), "prefixes"))
+    if json:
+        print_json({"id": row["id"], "name": row["name"]})
+    else:
+        note(f"the prefixes of {row['name']} of {row['tenant']} are forgotten")
 
 
 def sleep(

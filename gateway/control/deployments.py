@@ -160,7 +160,7 @@ async def change(call: Call, serving: Serving) -> Response:
     patch = await call.body(dict[str, Any])
     tenant_id = await call.tenant_id()
     async with call.database.write() as connection:
-        was = await _find(call, connection, tenant_id, lock=True)
+        was = await find(call, connection, tenant_id, lock=True)
         call.check_version(was.version)
         newest, share = was.target or was.active, was.canary.share if was.canary else None
         old = msgspec.to_builtins(newest.spec) | {"canary": msgspec.to_builtins(share)}
@@ -189,7 +189,7 @@ async def delete(call: Call, serving: Serving) -> Response:
     """Delete a deployment."""
     tenant_id = await call.tenant_id()
     async with call.database.write() as connection:
-        deployment = await _find(call, connection, tenant_id, lock=True)
+        deployment = await find(call, connection, tenant_id, lock=True)
         call.check_version(deployment.version)
         await deployments.delete(connection, deployment, now_us())
         whose = (deployment.id, deployment.tenant_id)
@@ -214,7 +214,7 @@ async def roll_back(call: Call, serving: Serving) -> Response:
     tenant_id = await call.tenant_id()
 
     async def deed(connection: AsyncConnection) -> Answer:
-        deployment = await _find(call, connection, tenant_id, lock=True)
+        deployment = await find(call, connection, tenant_id, lock=True)
         call.check_version(deployment.version)
         back = await deployments.roll_back(connection, deployment, body.revision)
         if back is None:
@@ -236,7 +236,7 @@ async def promote(call: Call, serving: Serving) -> Response:
     tenant_id = await call.tenant_id()
 
     async def deed(connection: AsyncConnection) -> Answer:
-        was = await _find(call, connection, tenant_id, lock=True)
+        was = await find(call, connection, tenant_id, lock=True)
         call.check_version(was.version)
         if was.target is None:
             raise Problem(409, "no_target", f"{was.name!r} has no newer revision to promote")
@@ -290,7 +290,7 @@ async def _desire(call: Call, serving: Serving, state: str, op: str) -> Response
     """
     tenant_id = await call.tenant_id()
     async with call.database.write() as connection:
-        deployment = await _find(call, connection, tenant_id, lock=True)
+        deployment = await find(call, connection, tenant_id, lock=True)
         deployment = await deployments.desire(connection, deployment, state)
         await call.record(connection, f"deployment.{op}", deployment.id, deployment.tenant_id)
         key = deployment.active.engine.key
@@ -399,10 +399,10 @@ async def get(call: Call, serving: Serving) -> Response:
     """Show a deployment."""
     tenant_id = await call.tenant_id()
     async with call.database.read() as connection:
-        return _shown(await _find(call, connection, tenant_id), serving)
+        return _shown(await find(call, connection, tenant_id), serving)
 
 
-async def _find(call: Call, connection: AsyncConnection, tenant_id: str | None, lock: bool = False) -> Deployment:
+async def find(call: Call, connection: AsyncConnection, tenant_id: str | None, lock: bool = False) -> Deployment:
     """Return the deployment by name or id, of a tenant or (None: for the operator) of all tenants. Raises Problem."""
     name = call.path("deployment")
     found = await deployments.named(connection, tenant_id, name)

@@ -7,14 +7,14 @@ and `ResponseWriter` counts each piece in the request's slot of the journal as t
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
+import secrets
 import time
 from dataclasses import dataclass, field
 
 import structlog
 
 from gateway.core.objectives import objective
+from gateway.core.salts import cache_salt
 from gateway.http.auth import Caller, Target
 from gateway.http.errors import Problem
 from gateway.http.reserve import Reserve
@@ -32,6 +32,7 @@ from gateway.streams.dispatch import PARTING_S
 from gateway.streams.resuming import RequestFinder
 from gateway.streams.runtimes import RuntimesView
 from store.contract import wire
+from store.contract.wire import ONCE
 from store.telemetry.tracing import Traces
 
 log = structlog.get_logger()
@@ -134,7 +135,7 @@ class RequestServing:
         started_at = context.resumable.started_at if context.resumable is not None else time.time()
         call = self._open(context.request_id, context.caller, target, started_at)
         due = objective(target.slo, context.priority, target.tenant_weight)
-        context.opened(call, due, self._cache_salt(context.caller), admission)
+        context.opened(call, due, self._cache_salt(context.caller, target), admission)
         headers = {
             "x-request-id": context.request_id,
             "x-staccato-cold": cold,
@@ -173,9 +174,9 @@ class RequestServing:
         except MeterFull as error:
             raise Problem(503, "overloaded", str(error), headers={"retry-after": "2"}) from error
 
-    def _cache_salt(self, caller: Caller) -> str:
-        """The tenant's cache salt: prefix caches are shared within a tenant only, and no tenant can guess a salt."""
-        return hmac.new(self.salt, str(caller.tenant_id).encode(), hashlib.sha256).hexdigest()[:32]
+    def _cache_salt(self, caller: Caller, target: Target) -> str:
+        """The tenant's cache salt; for a deployment that keeps no prefixes, a salt for this request alone."""
+        return cache_salt(self.salt, str(caller.tenant_id)) if target.keep_prefixes else ONCE + secrets.token_hex(16)
 
     async def _metered(
         self, exchange: Exchange, front: ModelFront, context: RequestContext, answer: ResponseWriter

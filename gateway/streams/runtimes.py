@@ -157,6 +157,21 @@ class RuntimesView:
         """Keys of the models that the runtimes were told to serve."""
         return await self._bus.keys(wire.MODELS)
 
+    async def forget(self, key: str, salt: str) -> wire.Reply:
+        """Have every runtime forget the prefixes that ended requests under a cache salt have left.
+
+        `key`: key of an engine; empty: of every engine. Returns the first refusal, or consent."""
+        order = wire.Control(model=key, op="forget", salt=salt)
+
+        async def told(id: str) -> wire.Reply:
+            try:
+                return wire.decode(wire.Reply, await self._bus.request(wire.control_subject(id), order))
+            except BusError as error:
+                return wire.Reply(refusal=wire.Refusal.BUSY, reason=str(error))
+
+        replies = await asyncio.gather(*(told(id) for id in self.leases))
+        return next((reply for reply in replies if reply.refusal is not None), wire.Reply())
+
     async def ask(self, subject: str, message: wire.Message) -> bytes:
         """Send a message to the runtime at `subject` and return the answer. Raises BusError."""
         return await self._bus.request(subject, message)

@@ -185,6 +185,11 @@ class ResidentEngine(Protocol):
     def evict(self, weights_pages: int) -> None:
         """Give `weights_pages` pages of clean weights back. Call only after `park`."""
 
+    def forget_prefixes(self, salt: str) -> None:
+        """Forget the prefixes that ended requests under the cache salt have left, on the device and in the host cache.
+
+        Blocks whose salt is not known go as well. Running requests leave their prefixes at their end."""
+
 
 class MovingEngine(Protocol):
     """Running requests of an engine on the way to or from another engine of the model, in this order.

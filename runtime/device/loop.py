@@ -78,6 +78,7 @@ from runtime.ipc import (
     Began,
     DeviceEnd,
     DeviceReady,
+    Forget,
     Formed,
     ImageMade,
     Made,
@@ -199,6 +200,10 @@ class Device:
                     self._made.setdefault(gateway, []).extend(said)
             case Order(model, awake):
                 event = Ordered(ModelKey(model), awake)
+            case Forget(model, salt):
+                for key in [key for key in self._engines if model in ("", key)]:
+                    self._ask(key, partial(_forget, salt))
+                return
             case ShowDevicePages():
                 self._send_pages()
                 return
@@ -509,6 +514,10 @@ def _billed(delta: Delta, request: Request) -> Delta:
 
 def _wait(timeout_s: float, engine: Engine) -> None:
     engine.wait(timeout_s)
+
+
+def _forget(salt: str, engine: Engine) -> None:
+    engine.forget_prefixes(salt)
 
 
 def _add(request: Request, engine: Engine) -> Event:

@@ -12,9 +12,10 @@ the tenant's salt: no tenant finds another tenant's blocks.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 from vllm.v1.core.block_pool import BlockPool
@@ -24,13 +25,15 @@ from vllm.v1.request import Request
 from runtime.core.prefix_index import BringingCosts
 from runtime.engine import ranks
 from runtime.memory.kv import KvRegion
-from runtime.memory.native import CacheMemory, Direction, PoolError, TransferTicket
+from runtime.memory.native import CacheMemory, Code, Direction, PoolError, TransferTicket
 from runtime.memory.prefixes import EndedBlock, PrefixSpace
+from store.contract.wire import ONCE
 
 log = structlog.get_logger()
 
 COPY_TRIES = 3  # a failed copy is made again: the source is still there
 COPY_WAIT_S = 60.0  # the longest wait for a copy
+REQUESTS = 8  # the last requests, by whose lengths blocks are kept ahead
 
 
 class ElasticBlockPool(BlockPool):
@@ -40,6 +43,9 @@ class ElasticBlockPool(BlockPool):
     _used: list[int]  # for each page, number of the page's blocks in use; the null block is always in use
     _pages_in_use: int
     _ended: dict[int, str]  # salts of blocks that ended requests have left, the block to be lost first in front
+    _passed: set[int]  # blocks of `_ended` that `next_ended` has returned
+    lengths: deque[int]  # numbers of blocks that the last ended requests had
+    before_reuse: Callable[[int], None] | None  # called with a number: so many blocks are about to be handed out
 
     @classmethod
     def take_over(cls, pool: BlockPool, kv: KvRegion) -> ElasticBlockPool:
@@ -49,7 +55,7 @@ class ElasticBlockPool(BlockPool):
         pool.__class__ = cls
         assert isinstance(pool, cls)
         pool._kv, pool._used, pool._pages_in_use = kv, [0] * kv.pages_total, 0
-        pool._ended = {}
+        pool._ended, pool._passed, pool.lengths, pool.before_reuse = {}, set(), deque(maxlen=REQUESTS), None
         pool._count(pool.null_block, 1)
         return pool
 
@@ -67,7 +73,7 @@ class ElasticBlockPool(BlockPool):
         for block in (self.blocks[number] for number in blocks if number):
             assert block.ref_cnt == 0, f"block {block.block_id} is retired with {block.ref_cnt} owners"
             self._maybe_evict_cached_block(block)
-            self._ended.pop(block.block_id, None)
+            self._forget_ended(block.block_id)
             self.free_block_queue.remove(block)
         self.num_gpu_blocks -= sum(1 for block in blocks if block)
 
@@ -102,8 +108,9 @@ class ElasticBlockPool(BlockPool):
     def end(self, blocks: Sequence[int], salt: str) -> None:
         """Note that a request ends that has the blocks, in the order of its tokens, under the tenant's salt."""
         for block in reversed(blocks):
-            self._ended.pop(block, None)
+            self._forget_ended(block)
             self._ended[block] = salt
+        self.lengths.append(len(blocks))
 
     def ended(self, blocks: Collection[int]) -> list[EndedBlock]:
         """Those of the blocks that hold prefixes of ended requests and have no owner, in the order of going."""
@@ -114,11 +121,50 @@ class ElasticBlockPool(BlockPool):
                 found.append(EndedBlock(number, block.block_hash, salt))
         return found
 
+    def next_blocks(self, count: int) -> Iterator[KVCacheBlock]:
+        """The next `count` blocks that vLLM would hand out, or all free blocks."""
+        block = self.free_block_queue.fake_free_list_head.next_free_block
+        while count and block is not None and block.next_free_block is not None:  # the list's end is no block
+            yield block
+            block, count = block.next_free_block, count - 1
+
+    def next_ended(self, count: int) -> list[EndedBlock]:
+        """Those of the next `count` blocks to be handed out that hold prefixes of ended requests, in this order.
+
+        A block is returned once, until a further request ends that has the block."""
+        found = []
+        for block in self.next_blocks(count) if self._ended else ():
+            number = block.block_id
+            if number not in self._passed and number in self._ended and block.block_hash is not None:
+                found.append(EndedBlock(number, block.block_hash, self._ended[number]))
+        self._passed.update(each.block for each in found)
+        return found
+
+    def cache_full_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        if not _only_once(request):
+            super().cache_full_blocks(request, *args, **kwargs)
+
+    def cache_partial_block(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        return None if _only_once(request) else super().cache_partial_block(request, *args, **kwargs)
+
+    def forget(self, salt: str) -> None:
+        """Forget the prefixes in blocks without an owner, left by requests under the salt or under an unknown salt."""
+        for block in [*self.next_blocks(self.get_num_free_blocks())]:
+            if self._ended.get(block.block_id, salt) == salt:
+                self._maybe_evict_cached_block(block)
+                self._forget_ended(block.block_id)
+
+    def _forget_ended(self, block: int) -> None:
+        self._ended.pop(block, None)
+        self._passed.discard(block)
+
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        if self.before_reuse is not None:
+            self.before_reuse(num_blocks)
         blocks = super().get_new_blocks(num_blocks)
         for block in blocks:
             self._count(block, 1)
-            self._ended.pop(block.block_id, None)
+            self._forget_ended(block.block_id)
         return blocks
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -138,6 +184,11 @@ class ElasticBlockPool(BlockPool):
         for page in self._kv.pages_of(block.block_id):
             was, self._used[page] = self._used[page], self._used[page] + change
             self._pages_in_use += bool(self._used[page]) - bool(was)
+
+
+def _only_once(request: Request) -> bool:
+    """Whether the request leaves no prefix behind."""
+    return (request.cache_salt or "").startswith(ONCE)
 
 
 class Transfer:
@@ -202,6 +253,18 @@ def _wait(ticket: TransferTicket) -> None:
         log.warning("engine.copy_waited", error=str(error))
 
 
+def _wait_over(ticket: TransferTicket) -> None:
+    """Wait until a copy reads the blocks no longer, whether the copy succeeds or fails."""
+    over = False
+    while not over:
+        try:
+            ticket.wait(COPY_WAIT_S)
+            over = True
+        except PoolError as error:
+            log.warning("engine.copy_waited", error=str(error))
+            over = error.code is not Code.TIMEOUT
+
+
 class Prefix(NamedTuple):
     """Full blocks of a request's prefix: on the device, or missing there and in the host cache."""
 
@@ -215,16 +278,44 @@ class Prefixes:
 
     `block_tokens`: tokens of a block."""
 
-    def __init__(self, pool: ElasticBlockPool, space: PrefixSpace, block_tokens: int) -> None:
-        self._pool, self._space, self._block_tokens = pool, space, block_tokens
+    def __init__(
+        self,
+        pool: ElasticBlockPool,
+        space: PrefixSpace,
+        block_tokens: int,
+        written: Callable[[], TransferTicket | None],
+    ) -> None:
+        self._pool, self._space, self._block_tokens, self._written = pool, space, block_tokens, written
         self._costs = BringingCosts()
+        self._copies: dict[int, TransferTicket] = {}  # the last copy of a block that stays in circulation
+        self._waited_s = 0.0
+        pool.before_reuse = self._before_reuse
 
-    def keep(self, blocks: Sequence[int], after: TransferTicket | None) -> None:
-        """Begin to copy the prefixes in blocks without an owner to the host: the blocks are about to be retired.
-
-        `after`: a ticket that is over when the device has written the blocks."""
+    def keep(self, blocks: Sequence[int]) -> None:
+        """Begin to copy the prefixes in blocks without an owner to the host: the blocks are about to be retired."""
         if ended := self._pool.ended(set(blocks)):
-            self._space.keep(ended, after)
+            self._space.keep(ended, self._written())
+
+    def keep_ahead(self) -> None:
+        """Begin to copy prefixes in blocks that vLLM is likely to hand out for the next request.
+
+        The copies run beside the next steps, so that the device's thread rarely waits when blocks are handed out. An
+        engine with blank blocks for as long a request as the last requests copies nothing."""
+        self._keep_next(max(self._pool.lengths, default=0))
+
+    def _keep_next(self, count: int) -> None:
+        ended = self._pool.next_ended(count)
+        if ended and (ticket := self._space.keep(ended, self._written())) is not None:
+            self._copies.update(dict.fromkeys([each.block for each in ended], ticket))
+
+    def _before_reuse(self, count: int) -> None:
+        """Keep the prefixes in the next `count` blocks, and wait until no copy reads the blocks."""
+        self._keep_next(count)
+        began = time.monotonic()
+        for block in self._pool.next_blocks(count) if self._copies else ():
+            if (ticket := self._copies.pop(block.block_id, None)) is not None:
+                _wait_over(ticket)
+        self._waited_s += time.monotonic() - began
 
     def bring(self, requests: Iterable[Request]) -> float:
         """Bring back the prefixes of requests that vLLM is about to take up, the first in front.
@@ -239,12 +330,20 @@ class Prefixes:
             count = len(prefix.keys)
             if count and self._costs.pays(count * self._block_tokens, count * self._space.kv.block_bytes):
                 self._bring(request, prefix)
+        self._waited_s = 0.0
         return time.monotonic() - began
 
-    def computed(self, tokens: int, took_s: float) -> None:
-        """Learn from a step that computed `tokens` tokens in `took_s` seconds."""
+    def computed(self, tokens: int, took_s: float) -> float:
+        """Learn from a step that computed `tokens` tokens in `took_s` seconds, waits for copies included.
+
+        Returns the seconds of the waits."""
         if tokens:
-            self._costs.computed(tokens, took_s)
+            self._costs.computed(tokens, took_s - self._waited_s)
+        return self._waited_s
+
+    def forget(self, salt: str) -> None:
+        """Forget the blocks in the host cache that requests under the salt have left."""
+        self._space.forget(salt)
 
     def close(self) -> None:
         self._space.close()

@@ -44,7 +44,7 @@ from runtime.memory.lent import lend, take_back
 from runtime.memory.native import Backend, PoolError, TransferTicket
 from runtime.memory.prefixes import HostPrefixes
 from runtime.memory.weights import Weights
-from store.contract.wire import Departure, Finish, KvForm
+from store.contract.wire import ONCE, Departure, Finish, KvForm
 from store.telemetry.observe import place_of
 
 log = structlog.get_logger()
@@ -103,7 +103,7 @@ class VllmEngine:
         message: EngineCoreRequest = self._decoder.decode(payload)
         message.request_id = id
         if self.sequential:
-            message.cache_salt = id  # requests share no prefix blocks, not even of one tenant
+            message.cache_salt = ONCE + id  # requests share no prefix blocks, not even of one tenant
         if id in self._scheduler.requests:
             raise BadRequest(f"request {id} is here already: a request has its name for itself")
         if begun:
@@ -145,7 +145,8 @@ class VllmEngine:
         outputs, executed = self._core.step()
         self._core.post_step(executed)
         if self._prefixes is not None:
-            self._prefixes.computed(self._scheduler.scheduled_tokens, time.monotonic() - began)
+            brought_s += self._prefixes.computed(self._scheduler.scheduled_tokens, time.monotonic() - began)
+            self._prefixes.keep_ahead()
         said = [self._output(output) for made in outputs.values() for output in made.outputs]
         if said and brought_s:
             said[0] = structs.replace(said[0], brought_s=brought_s)
@@ -283,6 +284,11 @@ class VllmEngine:
     def evict(self, weights_pages: int) -> None:
         self.weights.evict(weights_pages, self._written())
 
+    def forget_prefixes(self, salt: str) -> None:
+        self._blocks.forget(salt)
+        if self._prefixes is not None:
+            self._prefixes.forget(salt)
+
     def _open(self, pages: int) -> None:
         if pages > 0:
             self._blocks.open(self.kv.map(pages))
@@ -290,7 +296,7 @@ class VllmEngine:
     def _give_back(self, pages: list[int]) -> None:
         blocks = self.kv.blocks_on(pages)
         if self._prefixes is not None:
-            self._prefixes.keep(blocks, self._written())
+            self._prefixes.keep(blocks)
         self._blocks.retire(blocks)
         self.kv.unmap(pages, self._written())
 
@@ -320,7 +326,7 @@ class VllmEngine:
         # blocks at different times. On several devices the ranks would have to agree on each block.
         elif self._kept_prefixes.most_bytes and self._scheduler.groups.plain and ranks.size() == 1:
             space = self._kept_prefixes.space(self.kv)
-            self._prefixes = Prefixes(self._blocks, space, self._scheduler.block_size)
+            self._prefixes = Prefixes(self._blocks, space, self._scheduler.block_size, self._written)
             self._scheduler.keeps_prefixes = True
 
     def check(self) -> str | None:

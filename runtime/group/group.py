@@ -45,7 +45,7 @@ SHARED_MEMORY = Path("/dev/shm")  # where vLLM's ranks on a host share buffers
 # answers the remaining methods alone.
 TOGETHER = (
     *("add", "read", "abort", "step", "check", "fetch", "arrived", "park", "parked"),
-    *("grow", "shrink", "evict", "close"),
+    *("grow", "shrink", "evict", "forget_prefixes", "close"),
 )
 
 

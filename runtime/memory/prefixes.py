@@ -150,12 +150,16 @@ class PrefixSpace:
         self.slabs = Slabs(store.runs, kv.block_bytes)
         self.kept_most = 0  # blocks that were kept at a time
 
-    def keep(self, ended: Sequence[EndedBlock], after: TransferTicket | None) -> None:
+    def keep(self, ended: Sequence[EndedBlock], after: TransferTicket | None) -> TransferTicket | None:
         """Begin to copy blocks to the host, in the order in which blocks are to go: the last block stays longest.
 
-        The pages of the blocks may be unmapped at once: the pages leave when the copy is over. `after`: a ticket that
-        is over when the device has written the blocks. If the room does not suffice, only the last blocks are kept."""
-        self._store.keep(self, ended, after)
+        The pages of the blocks may be unmapped at once: the pages leave when the copy is over. Blocks that stay mapped
+        must not change before the copy is over. If the room does not suffice, only the last blocks are kept.
+
+        `after`: a ticket that is over when the device has written the blocks.
+        Returns the ticket of the copy; None if nothing is copied, for want of room or because the host has the blocks.
+        """
+        return self._store.keep(self, ended, after)
 
     def has(self, key: bytes) -> bool:
         return self._store.has(self, key)
@@ -166,9 +170,13 @@ class PrefixSpace:
         Returns the number of blocks, from the first on, that came whole; the bytes of the others must not be used."""
         return self._store.bring(self, keys, device)
 
+    def forget(self, tenant: str) -> None:
+        """Forget every block of a tenant."""
+        self._store.forget(self, tenant)
+
     def close(self) -> None:
-        """Forget every block."""
-        self._store.forget(self)
+        """Forget every block, and end."""
+        self._store.end(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +234,12 @@ class HostPrefixes:
 
     # ── out ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def keep(self, space: PrefixSpace, ended: Sequence[EndedBlock], after: TransferTicket | None) -> None:
+    def keep(
+        self, space: PrefixSpace, ended: Sequence[EndedBlock], after: TransferTicket | None
+    ) -> TransferTicket | None:
         """See `PrefixSpace.keep`."""
         with self._lock:
-            now = self._clock()
+            now, batch = self._clock(), None
             new = {each.key: each for each in ended if self._index.get(space.number, each.key) is None}
             wanted = list(new.values())
             if (blocks := self._room(space, len(wanted))) and (batch := self._copy(space, wanted, blocks, now, after)):
@@ -240,6 +250,7 @@ class HostPrefixes:
             for each in ended:
                 if (block := self._index.get(space.number, each.key)) is not None:
                     self._index.use([block], now)
+            return None if batch is None else batch.ticket
 
     def _room(self, space: PrefixSpace, count: int) -> list[int]:
         """Host blocks for at most `count` blocks; older blocks go for these."""
@@ -351,7 +362,12 @@ class HostPrefixes:
 
     # ── the end of copies, and of blocks ──────────────────────────────────────────────────────────────────────────────
 
-    def forget(self, space: PrefixSpace) -> None:
+    def forget(self, space: PrefixSpace, tenant: str) -> None:
+        """See `PrefixSpace.forget`."""
+        with self._lock:
+            self._remove([block for block in self._index.of(space.number) if block.tenant == tenant])
+
+    def end(self, space: PrefixSpace) -> None:
         """Forget every block of an engine that ends."""
         with self._lock:
             self._remove(self._index.of(space.number))

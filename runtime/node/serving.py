@@ -123,8 +123,12 @@ class ModelServing:
         return None
 
     async def control(self, data: bytes) -> wire.Reply:
-        """Let the device process load a model, or give a model's pages back, by order of an operator."""
+        """Let the device process load a model, give a model's pages back, or forget prefixes, by order from outside."""
         control = wire.decode(wire.Control, data)
+        if control.op == "forget" and control.salt is not msgspec.UNSET:
+            if self._own.device is not None:  # a device process that is gone has left no prefix
+                self._own.send(ipc.Forget(control.model, control.salt))
+            return wire.Reply()
         if control.op not in ("sleep", "wake"):
             return wire.Reply(refusal=Refusal.BAD_MESSAGE, reason=f"no operation {control.op!r}: sleep or wake")
         if reason := self._quarantine.reason(control.model, time.monotonic()):

@@ -65,6 +65,7 @@ class Spec(_Part, frozen=True, kw_only=True):
     tool_parser: Parser | None = None
     reasoning_parser: Parser | None = None
     language_model_only: bool = False  # no pictures: the parts of the model that see are not loaded
+    keep_prefixes: bool = True  # False: runtimes keep nothing of a request's prompt and output beyond the request's end
 
 
 class Share(_Part, frozen=True, kw_only=True):
@@ -138,6 +139,7 @@ class Target:
     tool_parser: str | None
     owner: str  # the tenant's name
     created_at: float  # UNIX seconds
+    keep_prefixes: bool = True
     canary: Target | None = None  # serves part of the requests instead
     canary_weight: int = 0  # percent of the requests that the canary serves
 

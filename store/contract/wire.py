@@ -141,6 +141,9 @@ class EngineSpec(Message, frozen=True, kw_only=True, tag="EngineSpec"):
         return curve_of(self.kv_layers) if self.kv_layers else KvCurve(self.kv_bytes_per_token, 0)
 
 
+ONCE = "once-"  # begin of the cache salt of a request whose prompt and output must not outlast the request
+
+
 class Resumable(msgspec.Struct, frozen=True, array_like=True):
     """Mark of a request whose tokens the runtime keeps for a client that lost the connection."""
 
@@ -301,10 +304,11 @@ class GatewayAlive(Message, frozen=True, kw_only=True, tag="GatewayAlive"):
 
 
 class Control(Message, frozen=True, kw_only=True, tag="Control"):
-    """Command of an operator for one model of one runtime."""
+    """Command of an operator for one model of one runtime; `forget` may be for every model, and of a tenant."""
 
-    model: str
-    op: str  # sleep | wake
+    model: str  # empty: every model
+    op: str  # sleep | wake | forget
+    salt: str | msgspec.UnsetType = msgspec.UNSET  # for `forget`: cache salt of the tenant whose prefixes go
 
 
 class KvForm(msgspec.Struct, frozen=True):

@@ -236,6 +236,7 @@ def _target(deployment: Deployment, revision: Revision) -> Target:
         priority=revision.spec.priority,
         tenant_weight=deployment.tenant_weight,
         tool_parser=revision.spec.tool_parser,
+        keep_prefixes=revision.spec.keep_prefixes,
         owner=deployment.tenant,
         created_at=deployment.created_us / 1e6,
     )

@@ -24,6 +24,10 @@ SOON_S = 120
 class DeviceProcess:
     """A device process. `state`: the last state told; `said`, `cached`: by stream, tokens and cached tokens."""
 
+    end: ipc.NodeEnd
+    state: ipc.State
+    cached: dict[int, int]
+
     @classmethod
     async def start(
         cls, pool_bytes: int, host_bytes: int, tensor_parallel: int = 1, **more: str | int | tuple[int, float]

@@ -199,6 +199,9 @@ class PacedEngine:
         self._engine.weights -= weights_pages
         self._engine.tell()
 
+    def forget_prefixes(self, salt: str) -> None:
+        """Nothing to do: paced engines keep no prefixes."""
+
     # ── moves ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(

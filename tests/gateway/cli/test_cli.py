@@ -380,6 +380,7 @@ def test_a_deployment_is_listed_put_to_sleep_woken_and_removed(staccato: Staccat
         ordered = staccato(order, deployed)
         assert ordered.code == 0, ordered.err
         assert re.search(rf"^PHASE +{phase}$", ordered.out, re.M), ordered.out  # the state after, not before the order
+    assert f"the prefixes of {deployed} of {tenant} are forgotten" in staccato("forget", deployed).err
     assert staccato("rm", deployed).code == 0
     gone = staccato("show", deployed)
     assert gone.code == NOT_FOUND and deployed in gone.err

@@ -26,6 +26,7 @@ from gateway.http.api import Endpoint, Operation, Query
 from gateway.http.auth import ADMIN, Auth, Caller
 from gateway.inference.asking import Asking, Bounds
 from gateway.inference.endpoint import Inference
+from store.contract import wire
 from store.db import deployments, tables, usage
 from store.db.database import now_us
 from store.db.usage import GROUPS, period_of
@@ -61,6 +62,11 @@ class World:
         assert not found, f"{role}: {said}: {found} in {heard}"
         assert heard.status < 500, f"{role}: {said}: {heard}"
         return bare
+
+
+async def obey(order: bytes) -> wire.Reply:
+    """The runtime's answer to every order."""
+    return wire.Reply()
 
 
 async def owned(plane: Plane, name: str) -> tuple[httpx.AsyncClient, dict[str, str], dict[str, Any]]:
@@ -115,6 +121,7 @@ async def world(plane_on_both: Plane) -> AsyncIterator[World]:
     plane.app = cast(Any, Gateway(inference, plane.app, nobody))
     await plane.admin.aclose()
     plane.admin = plane.client(ADMIN_KEY)
+    await plane.bus.respond(wire.control_subject("r1"), obey)
     await plane.report({})
     _, names, answers = await owned(plane, MARK)
     client, own, _ = await owned(plane, "thief")

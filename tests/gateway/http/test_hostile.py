@@ -94,6 +94,19 @@ async def test_tenants_of_one_engine_have_salts_of_their_own_whatever_they_ask_f
     assert all(len(salt) == 32 for salt in salts)
 
 
+async def test_requests_to_a_deployment_that_keeps_no_prefixes_have_salts_for_once(plane: Plane) -> None:
+    key, engine = await deployed(plane, "acme")
+    made(await plane.admin.patch("/deployments/chat", json={"keep_prefixes": False}), 200)
+    plane.auth.forget()
+    await plane.report({engine: RESIDENT})
+    runs, body = await runs_of(plane), {"model": "chat@2", "prompt": "hello", "max_tokens": 1}
+    async with asked(plane, key) as client:
+        for _ in range(2):
+            made(await client.post("/v1/completions", json=body), 200)
+    salts = {_salt(run) for run in runs}
+    assert len(salts) == 2 and all(salt.startswith(wire.ONCE) and len(salt) > 32 for salt in salts)
+
+
 def _salt(run: wire.Run) -> str:
     request: EngineCoreRequest = MsgpackDecoder(EngineCoreRequest).decode([run.payload])
     assert request.cache_salt

@@ -115,6 +115,9 @@ class Scripted:
     def evict(self, weights_pages: int) -> None:
         self.weights -= weights_pages
 
+    def forget_prefixes(self, salt: str) -> None:
+        self.calls.append(f"forget {salt}")
+
     def close(self) -> None:
         self.calls.append("close")
         self.weights = self.kv = 0
