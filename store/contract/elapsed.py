@@ -47,6 +47,13 @@ class Spent(msgspec.Struct, frozen=True, array_like=True):
 
     def most(self, other: Spent) -> Spent:
         """Return the greater value of each field."""
+        if (
+            other.gpu_us >= self.gpu_us
+            and other.switch_us >= self.switch_us
+            and other.kv_byte_s >= self.kv_byte_s
+            and other.cache_byte_s >= self.cache_byte_s
+        ):
+            return other  # nearly always: a sum grows
         return Spent(*map(max, astuple(self), astuple(other)))
 
 
