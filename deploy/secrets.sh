@@ -25,7 +25,9 @@ fresh STACCATO_DATABASE_URL "postgresql://staccato:$(cat "$folder/platform/postg
 
 for runtime; do
     set -- "$@" --runtime "$runtime"
-    case $runtime in *-runtime-*) set -- "$@" --host "${runtime%-runtime-*}-nats";; esac # the chart's service
+    case $runtime in *-runtime-*) chart="${runtime%-runtime-*}-nats" # the chart's service, and its servers
+        set -- "$@" --host "$chart"
+        for number in 0 1 2 3 4; do set -- "$@" --host "$chart-$number.$chart"; done;; esac
     shift
 done
 for host in nats ${NATS_HOSTS:-}; do

@@ -75,7 +75,8 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
     """Yield the gateway with every part connected and running. Raises BusError, DatabaseError."""
     gateway_id = f"g-{uuid_utils.uuid7().hex}"
     url = settings.nats_url or "nats://127.0.0.1:4222"
-    connecting = Bus.connect(url, gateway_id, grants.GATEWAY, settings.nats_credentials, settings.nats_ca)
+    identity = (grants.GATEWAY, settings.nats_credentials, settings.nats_ca, settings.nats_replicas)
+    connecting = Bus.connect(url, gateway_id, *identity)
     async with Database.open(settings.database_url) as database, connecting as bus:
         await database.check()
         secret = pepper(settings)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import secrets
 import shutil
 from dataclasses import fields
@@ -21,7 +22,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from gateway.core.extent import ExtentLimits
 from runtime.core.turns.registry import POLICIES
 from store.contract.elapsed import KEPT_DAYS
-from store.settings import PREFIX, MemoryShare, SettingsError, read, size_or_share
+from store.settings import PREFIX, MemoryShare, Replicas, SettingsError, read, size_or_share
 
 
 def _memory() -> int:
@@ -58,9 +59,12 @@ class Settings(BaseSettings):
     gateway_number: int = Field(1, ge=1, le=64)  # of a gateway process, from 1 to `gateways`
     listen_fds: _Words = ()  # numbers of inherited listening sockets; empty: the gateway opens the port
     database_url: str = Field(default_factory=lambda values: f"sqlite:///{values['data'] / 'staccato.db'}")
-    nats_url: str | None = None  # None: `staccato up` starts a nats-server of its own
+    nats_url: str | None = None  # with commas between servers; None: `staccato up` starts a nats-server of its own
+    nats_cluster: int = Field(1, ge=1, le=5)  # servers that `staccato up` starts: an odd number, for a majority
     nats_credentials: Path | None = None  # file of a role's user; for `up`, a folder with a file NAME.nk per role
     nats_ca: Path | None = None  # PEM file of a tls:// server's authority; None: the host's authorities
+    # With servers of `staccato up`, all of these servers.
+    nats_replicas: Replicas = Field(default_factory=lambda its: None if its["nats_url"] else its["nats_cluster"])
     admin_key: SecretStr | None = None  # None: the key in DATA/admin.key, made on the first start
     metrics_key: SecretStr | None = None  # reads only /api/v1/metrics: for Prometheus
     # Tenants may register models below these folders.
@@ -146,6 +150,13 @@ class Settings(BaseSettings):
         if wrong := [word for word in words if not word.startswith(("hf://", "s3://"))]:
             raise ValueError(f"{wrong[0]!r} is no source: write hf://org/ or s3://bucket/prefix/, with commas between")
         return words
+
+    @field_validator("nats_cluster")
+    @classmethod
+    def _has_a_majority(cls, servers: int) -> int:
+        if servers % 2 == 0:
+            raise ValueError("choose 1, 3 or 5: an even number of servers survives no more losses than one server less")
+        return servers
 
     @field_validator("prefill")
     @classmethod
@@ -252,6 +263,7 @@ _ABSENT = {
     "nats_url": "a child of `staccato up`",
     "nats_credentials": "in DATA/nats-users, for that child",
     "nats_ca": "the machine's authorities",
+    "nats_replicas": "1, where a stream is made",
     "journal": "(none)",
     "admin_key": "in DATA/admin.key",
     "metrics_key": "(none)",
@@ -271,7 +283,11 @@ def on_this_machine(url: str) -> bool:
 
 
 def redacted(url: str) -> str:
-    """Return the URL without its password; any other text unchanged."""
+    """Return the URL, or the URLs with commas between, without passwords; any other text unchanged."""
+    return ",".join(map(_without_password, re.split(r",(?=[a-z]+://)", url)))
+
+
+def _without_password(url: str) -> str:
     parts = urlsplit(url)
     if parts.password is None:
         return url

@@ -15,7 +15,7 @@ from runtime.core.turns.registry import POLICIES
 from runtime.migration import nixl, tls
 from runtime.migration.transport import is_loopback
 from store.contract.wire import Role
-from store.settings import MemoryShare, size_or_share
+from store.settings import MemoryShare, Replicas, size_or_share
 
 
 def _threads() -> int:
@@ -42,6 +42,7 @@ class SchedulerSettings(BaseSettings):
     nats_url: str = "nats://127.0.0.1:4222"
     nats_credentials: Path | None = None  # file with the seed of its nkey, or a .creds file
     nats_ca: Path | None = None  # PEM file of the authority of a tls:// server
+    nats_replicas: Replicas = None
     # With `runtimes_most`, the scheduler says how many runtimes there should be:
     runtimes_least: Annotated[int, Field(ge=1)] = 1
     runtimes_most: Annotated[int, Field(ge=0)] = 0  # 0: the scheduler does not
@@ -65,6 +66,7 @@ class RuntimeSettings(BaseSettings):
     nats_url: str = "nats://127.0.0.1:4222"
     nats_credentials: Path | None = None  # file with the seed of its nkey, or a .creds file
     nats_ca: Path | None = None  # PEM file of the authority of a tls:// server
+    nats_replicas: Replicas = None
     runtime_id: str = "r1"
     policy: str = "slack"
     role: Role = Role.BOTH  # until the runtime is told a new role

@@ -1,10 +1,11 @@
-"""The only door to NATS: commands and frames over core subjects, leases and specs in KV buckets, usage in JetStream.
+"""The door to NATS: commands and frames over core subjects, leases and specs in KV buckets, usage in JetStream.
 
 Core NATS delivers at most once. A message that may not be lost carries a sequence number (frames), gets an answer
 (requests) or is kept by JetStream (usage). Only the publishing of usage is retried silently, since usage is money.
 
-A restarted server may have lost its streams and buckets. Each process then makes the streams and buckets it uses again,
-and tells the parts of the process that fill the buckets.
+A restarted server may have lost its streams and buckets. Each process then makes the streams and buckets it uses again
+(`store/streams.py`), and tells the parts of the process that fill the buckets. A cluster of servers loses nothing with
+a server: the connection goes on at the next server.
 """
 
 from __future__ import annotations
@@ -24,45 +25,33 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
+from nats.js.api import ConsumerConfig
 from nats.js.errors import Error as JetStreamError
-from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NotFoundError
-from nats.js.kv import KeyValue
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 
 from store.contract import grants, wire
-from store.contract.leases import BASE_S
 from store.parts import PART_BYTES, REQUEST_MOST, Joiner, TooManyParts, WrongPart, ask_in_parts
+from store.settings import addresses
+from store.streams import LEASE_TTL_S as LEASE_TTL_S
+from store.streams import LEASED, StoredStreams, stream_of
 from store.tasks import ended, within
 
 log = structlog.get_logger()
 
-LEASE_TTL_S = 3.0
-QUOTA_TTL_S = 35 * 86_400.0  # longer than a month, the period of a budget
 REQUEST_TIMEOUT_S = 5.0
 USAGE_AGAIN_S = 30  # seconds until JetStream delivers unacknowledged usage again
 FETCH_AGAIN_S = 0.5  # pause after a failed pull
 FETCH_S = 2.0  # duration of a pull: a restarted server has forgotten the pull, so a longer pull would wait in vain
 CONNECT_TIMEOUT_S = 5.0  # for the first connection; later the client reconnects for ever
+ELECT_S = 30.0  # at the first connection: a cluster that starts elects a leader of each stream
+PING_S, PING_OF_MANY_S = 5.0, 1.0  # between two pings of a server; a silent server of a cluster is left sooner
+PINGS_MOST = 2  # pings without an answer, before the server counts as away
 PAYLOAD_LEAST = 1 << 20  # bytes: a server with a smaller max_payload is refused at start
 PENDING_MOST = 64 << 20  # bytes buffered per connection while the server is away
 GETS_MOST = 32  # keys of a bucket read at a time
 MEND_PAUSE_S = 0.5  # between two looks at the server's streams
 REFILL_S = 60.0  # time to fill a bucket that was made again: until then a missing key does not count as deleted
 TERMS_PER_S = 16  # the most revisions a second of the bucket of leaders: later terms are higher, in a new bucket too
-
-_USAGE = StreamConfig(
-    name=wire.USAGE_STREAM,
-    subjects=[wire.usage_subject(">")],
-    retention=RetentionPolicy.LIMITS,
-    storage=StorageType.FILE,
-    duplicate_window=120,
-)
-_TTL_S = {  # by bucket
-    wire.LEASES: LEASE_TTL_S,
-    wire.LEASE_BASES: 3 * BASE_S,
-    wire.LEADER: LEASE_TTL_S,
-    wire.QUOTAS: QUOTA_TTL_S,
-}
 
 Callback = Callable[[bytes], Awaitable[None]]
 T = TypeVar("T")
@@ -113,11 +102,11 @@ class UsageBatch:
 class Bus:
     """Connection to NATS. Reconnects for ever, and makes streams and buckets again that the server has lost."""
 
-    def __init__(self, client: Client, user: grants.User) -> None:
+    def __init__(self, client: Client, user: grants.User, replicas: int | None = None) -> None:
         self._client, self._user = client, user
         self._js: JetStreamContext = client.jetstream(timeout=REQUEST_TIMEOUT_S)
-        self._buckets: dict[str, KeyValue] = {}
-        self._made: dict[str, datetime | None] = {}  # stream → time of its making, by the server's clock
+        self._streams = StoredStreams(self._js, user, replicas)
+        self._buckets = self._streams.buckets
         self._doubt = asyncio.Event()  # the server may have lost a stream
         self._joiner = Joiner()
         self._behind = False  # watchers may have missed changes
@@ -136,15 +125,19 @@ class Bus:
         user: grants.User = grants.ANYBODY,
         credentials: Path | None = None,
         authority: Path | None = None,
+        replicas: int | None = None,
     ) -> AsyncIterator[Bus]:
-        """Connect to the NATS server at `url`; the connection closes at the end of the context.
+        """Connect to a NATS server at `url`, which names the servers of a cluster with commas between; the connection
+        closes at the end of the context.
 
         `credentials`: a file with an nkey's seed, or a `.creds` file with a JWT; None: credentials in the URL, or none.
         `authority`: for tls://, PEM file of the server's certificate authority; None: the machine's authorities.
+        `replicas`: servers that keep each stream and bucket; None: 1, and streams that are there stay as they are.
 
         Raises BusError when the server is not reachable, refuses the user, has no JetStream or carries less than 1 MiB
         a message."""
         buses: list[Bus] = []
+        servers = addresses(url)
         refused, distrusted = False, ""
 
         async def reconnected() -> None:
@@ -168,8 +161,8 @@ class Bus:
             connect_timeout=2,
             reconnect_time_wait=0.1,
             max_reconnect_attempts=-1,
-            ping_interval=5,
-            max_outstanding_pings=2,
+            ping_interval=PING_OF_MANY_S if len(servers) > 1 else PING_S,
+            max_outstanding_pings=PINGS_MOST,
             pending_size=PENDING_MOST,
             allow_reconnect=True,
             inbox_prefix=user.inbox,
@@ -179,7 +172,7 @@ class Bus:
             **_trust(url, authority),
         )
         try:
-            client = await within(nats.connect(url, **options), CONNECT_TIMEOUT_S)  # the client would try for ever
+            client = await within(nats.connect(servers, **options), CONNECT_TIMEOUT_S)  # the client would try for ever
         except (OSError, nats.errors.Error, TimeoutError) as error:
             shown = redacted(url)
             if refused:
@@ -193,11 +186,11 @@ class Bus:
                     "authority with STACCATO_NATS_CA"
                 ) from error
             raise BusError(f"NATS at {shown} is not reachable: start it or set STACCATO_NATS_URL") from error
-        bus = cls(client, user)
+        bus = cls(client, user, replicas)
         buses.append(bus)
         mending: list[asyncio.Task[None]] = []
         try:
-            await bus._prepare(redacted(url))
+            await bus._prepare(redacted(url), ELECT_S if len(servers) > 1 else 0.0)
             mending.append(asyncio.create_task(bus._mend()))
             yield bus
         finally:
@@ -205,48 +198,24 @@ class Bus:
             with contextlib.suppress(Exception):  # close() while reconnecting raises TypeError in nats-py 2.16
                 await client.close()
 
-    async def _prepare(self, url: str) -> None:
+    async def _prepare(self, url: str, wait_s: float) -> None:
+        """Make the streams and buckets of this process, within `wait_s` seconds. Raises BusError."""
         if self._client.max_payload < PAYLOAD_LEAST:
             raise BusError(
                 f"NATS at {url} has max_payload {self._client.max_payload}, at least {PAYLOAD_LEAST} are needed"
             )
-        try:
-            await self._make_missing()
-        except (TimeoutError, JetStreamError, nats.errors.Error) as error:
-            raise BusError(
-                f"NATS at {url} has no usable JetStream ({error}): enable it with `jetstream {{}}`"
-            ) from error
-
-    async def _make_missing(self) -> set[str]:
-        """Make the streams and buckets of this process that the server lacks. Return the names of streams and buckets
-        made again since the last call, by any process."""
-        names = {_stream(bucket): bucket for bucket in self._user.reads}
-        if self._user.meters or self._user.books:
-            names[wire.USAGE_STREAM] = wire.USAGE_STREAM
-        again = set()
-        for stream, name in names.items():
-            made = await self._made_at(stream)
-            if made is None:
-                await self._make(name)
-                made = await self._made_at(stream)
-            if name != wire.USAGE_STREAM and name not in self._buckets:
-                self._buckets[name] = await self._js.key_value(name)
-            if self._made.get(stream, made) != made:
-                again.add(name)
-            self._made[stream] = made
-        return again
-
-    async def _made_at(self, stream: str) -> datetime | None:
-        """Return when the stream was made, by the server's clock; None: the server does not have the stream."""
-        with contextlib.suppress(NotFoundError):
-            return (await self._js.stream_info(stream)).created
-        return None
-
-    async def _make(self, name: str) -> None:
-        if name == wire.USAGE_STREAM:
-            await self._js.add_stream(_USAGE)
-        else:
-            await self._js.create_key_value(bucket=name, ttl=_TTL_S.get(name), history=1)
+        until = asyncio.get_running_loop().time() + wait_s
+        while True:
+            try:
+                await self._streams.make_missing()
+                return
+            except (TimeoutError, JetStreamError, nats.errors.Error) as error:
+                if asyncio.get_running_loop().time() >= until:
+                    remedy = "enable it with `jetstream {}`"
+                    if (self._streams.replicas or 1) > 1:
+                        remedy = f"STACCATO_NATS_REPLICAS={self._streams.replicas} needs as many servers in a cluster"
+                    raise BusError(f"NATS at {url} has no usable JetStream ({error}): {remedy}") from error
+            await asyncio.sleep(MEND_PAUSE_S)
 
     async def _mend(self) -> None:
         """Endless: on doubt, make lost streams and buckets again, and bring watchers up to date."""
@@ -261,7 +230,7 @@ class Bus:
             await asyncio.sleep(MEND_PAUSE_S)
 
     async def _mend_once(self) -> None:
-        again = await self._make_missing()
+        again = await self._streams.make_missing()
         if again:
             log.warning("bus.made_again", bucket=sorted(again))
             self._lost |= again
@@ -386,7 +355,7 @@ class Bus:
         leader = wire.encode(wire.Leader(holder=holder))
         try:
             last = await self._buckets[wire.LEADER].create(role, leader)
-            made = (await self._js.stream_info(_stream(wire.LEADER))).created
+            made = (await self._js.stream_info(stream_of(wire.LEADER))).created
         except (KeyWrongLastSequenceError, KeyNotFoundError):  # KeyNotFoundError: the old lead ran out during the call
             return None
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
@@ -437,7 +406,7 @@ class Bus:
             return None
 
         try:
-            listed = await self._js.stream_info(_stream(bucket), subjects_filter=">")
+            listed = await self._js.stream_info(stream_of(bucket), subjects_filter=">")
             names = sorted(name.removeprefix(subject) for name in listed.state.subjects or ())
             values = await asyncio.gather(*map(value, names))
         except (JetStreamError, nats.errors.Error, TimeoutError) as error:
@@ -454,16 +423,21 @@ class Bus:
         A put is a publish on the bucket's subject. A plain subscription therefore sees every change, without a consumer
         on the server, which a restart would lose. A snapshot fills in the changes during a lost connection. The
         subscription also sees a put with a wrong revision, refused by the server: a value that merely asks for a role
-        must say so. If the server has lost the bucket, old keys are told as deleted only REFILL_S seconds later.
+        must say so. If the server has lost the bucket, old keys are told as deleted only REFILL_S seconds later. Leases
+        heard within LEASE_TTL_S count as there: a cluster that elects a leader passes leases on and stores none.
         """
         prefix = grants.key(bucket, "")
         loop = asyncio.get_running_loop()
-        known: set[str] = set()
+        known: dict[str, float] = {}  # key → loop time of the last value
+        ttl_s = LEASE_TTL_S if bucket in LEASED else 0.0
         changed_since: set[str] = set()  # keys changed since the snapshot began: the snapshot may be older
         filled_at = 0.0  # loop time until which a missing key does not count as deleted
 
         def tell(key: str, value: bytes | None) -> None:
-            (known.discard if value is None else known.add)(key)
+            if value is None:
+                known.pop(key, None)
+            else:
+                known[key] = loop.time()
             watcher(key, value)
 
         async def changed(message: Msg) -> None:
@@ -475,7 +449,8 @@ class Bus:
         async def snapshot() -> None:
             changed_since.clear()
             found = await self.entries(bucket)
-            gone = known - found.keys() if loop.time() >= filled_at else set()
+            old = {key for key, at in known.items() if loop.time() >= max(filled_at, at + ttl_s)}
+            gone = old - found.keys()
             for key in sorted((gone | found.keys()) - changed_since):
                 tell(key, found.get(key))
 
@@ -510,12 +485,14 @@ class Bus:
 
         A message that no reader will ever understand is logged, and acknowledged with its batch. A message of a foreign
         version stays in the stream and is offered every 30 s until a process of the message's version reads it."""
-        subscription, made = None, None
+        subscription: JetStreamContext.PullSubscription | None = None
+        made: datetime | None = None
         while True:
             try:
-                if subscription is None or made != self._made[wire.USAGE_STREAM]:
-                    made = self._made[wire.USAGE_STREAM]
-                    subscription = await self._subscribed(consumer, subscription)
+                if subscription is None or made != self._streams.made[wire.USAGE_STREAM]:
+                    before, subscription = subscription, None  # even if the new subscription fails
+                    subscription = await self._subscribed(consumer, before)
+                    made = self._streams.made[wire.USAGE_STREAM]
                 messages = await subscription.fetch(most, timeout=FETCH_S)
             except (TimeoutError, nats.errors.TimeoutError):
                 continue
@@ -550,10 +527,6 @@ class Bus:
         )
 
 
-def _stream(bucket: str) -> str:
-    return f"KV_{bucket}"
-
-
 def _identity(credentials: Path | None) -> dict[str, str]:
     """Return the client's options for the credentials. Raises BusError if the file cannot be read."""
     if credentials is None:
@@ -578,6 +551,6 @@ def _trust(url: str, authority: Path | None) -> dict[str, ssl.SSLContext]:
 
 
 def redacted(url: str) -> str:
-    """Return the URL without the password or token in the URL."""
-    scheme, _, rest = url.rpartition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
+    """Return the URL, or the URLs with commas between, without passwords and tokens."""
+    parts = [address.rpartition("://") for address in addresses(url)]
+    return ",".join(f"{scheme}://{rest.rpartition('@')[2]}" for scheme, _, rest in parts)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings
 
 PREFIX = "STACCATO_"
@@ -34,6 +34,15 @@ def size_or_share(value: object) -> object:
     if not number.isdigit() or not 0 < int(number) <= PERCENT_MOST:
         raise ValueError(f"write a part as 1% to {PERCENT_MOST}%, or a size as 8GB")
     return MemoryShare(int(number))
+
+
+# Servers of the bus that keep each stream and bucket; None: 1, and streams that are there stay as they are.
+Replicas = Annotated[int, Field(ge=1, le=5)] | None
+
+
+def addresses(url: str) -> list[str]:
+    """Return the addresses of a URL that names several servers, with commas between."""
+    return [part.strip() for part in url.split(",") if part.strip()]
 
 
 Kind = TypeVar("Kind", bound=BaseSettings)

@@ -85,7 +85,7 @@ MAY_IMPORT = {
 
 # A dependency has a single home.
 HOMES = {
-    "nats": r"store/bus\.py",
+    "nats": r"store/(bus|streams)\.py",
     "nkeys": r"gateway/ops/bus_users\.py",
     "cryptography": r"gateway/ops/certificates\.py",
     "sqlalchemy": r"(store|migrations)/.*",

@@ -37,6 +37,13 @@ def up(
         int | None,
         typer.Option(help=f"Number of gateways that share the port, {_default('gateways', '1')}"),
     ] = None,
+    nats_cluster: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of NATS servers, 1, 3 or 5: the bus survives the loss of fewer than half, "
+            + _default("nats_cluster", "1")
+        ),
+    ] = None,
     prefill: Annotated[
         int | None,
         typer.Option(help=f"Number of these runtimes that only compute prompts, {_default('prefill', '0')}"),
@@ -76,6 +83,7 @@ def up(
         data=data,
         **bounds(runtimes),
         gateways=gateways,
+        nats_cluster=nats_cluster,
         prefill=prefill,
         roles=roles,
         device_memory=device_memory,
@@ -152,6 +160,7 @@ def nats_users(
         made = certificates.make(folder, [grants.runtime(id).name for id in runtime or ["r1"]], host or [])
     except ValueError as error:
         raise CliError(str(error)) from error
+    (folder / "routes.conf").write_text(certificates.routes_block(folder))
     note(f"{len(users)} users in {folder}; include {folder / 'users.conf'} in the server's configuration")
     note(f"certificates: {', '.join(made) or 'all there already'}; keep {folder / 'authority'} to yourself")
 

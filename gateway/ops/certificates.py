@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
     PrivateFormat,
+    PublicFormat,
     load_pem_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -43,6 +44,16 @@ def make(folder: Path, runtimes: Sequence[str], hosts: Sequence[str], now: datet
             _issue(folder, name, alternatives, authority, key, now)
             written += [f"{name}.crt", f"{name}.key"]
     return written
+
+
+def routes_block(folder: Path) -> str:
+    """Return the line of nats-server's configuration by which a server lets in servers with the key of nats.crt alone.
+
+    Runtimes have certificates of the same authority, and a server of the cluster hears every message."""
+    key = x509.load_pem_x509_certificate((folder / "nats.crt").read_bytes()).public_key()
+    digest = hashes.Hash(hashes.SHA256())
+    digest.update(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
+    return f'pinned_certs: ["{digest.finalize().hex()}"]\n'
 
 
 def _authority(folder: Path, now: datetime) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey, list[str]]:

@@ -20,8 +20,10 @@ from urllib.parse import urlsplit
 from gateway.config import Settings, redacted
 from gateway.http.reserve import free_bytes
 from gateway.ops import gpus, troubles
-from gateway.ops.up import nats_binary, port_refusal
+from gateway.ops.bus_servers import nats_binary
+from gateway.ops.listening import port_refusal
 from gateway.ops.variables import unknown
+from store.settings import addresses
 
 PYTHON_LEAST = (3, 11)
 VLLM, TORCH = ("0.32", "0.33"), "2.13"  # releases for which runtime/engine is written; the lock has 0.32
@@ -238,7 +240,11 @@ async def _all_of(reader: asyncio.StreamReader, bytes_most: int) -> bytes:
 
 
 def nats(settings: Settings) -> Finding:
-    return nats_child() if settings.nats_url is None else asyncio.run(nats_server(settings.nats_url))
+    if settings.nats_url is None:
+        return nats_child()
+    findings = [asyncio.run(nats_server(url)) for url in addresses(settings.nats_url)]
+    wrong = [finding for finding in findings if not finding.ok]
+    return wrong[0] if wrong else Finding("nats", True, "; ".join(finding.found for finding in findings))
 
 
 def nats_child() -> Finding:

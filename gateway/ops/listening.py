@@ -8,6 +8,7 @@ the connections in the queue of the killed gateway.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,24 @@ def opened(host: str, port: int) -> list[socket.socket]:
         sockets = [closing.enter_context(_listening(each[0], each[4])) for each in dict.fromkeys(found)]
         closing.pop_all()
     return sockets
+
+
+def port_refusal(host: str, port: int) -> str | None:
+    """Return why no process can listen on the port, or None."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        return f"host {host!r} has no address ({error.strerror}): correct --host"
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"port {port} on {host} is taken: stop the program that has it or choose another with --port"
+        return f"cannot listen on {host} port {port} ({error.strerror}): choose others with --host and --port"
+    return None
 
 
 def _listening(family: int, address: object) -> socket.socket:

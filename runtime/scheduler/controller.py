@@ -379,7 +379,7 @@ async def serve(settings: SchedulerSettings) -> None:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     name = f"scheduler-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    identity = (grants.SCHEDULER, settings.nats_credentials, settings.nats_ca)
+    identity = (grants.SCHEDULER, settings.nats_credentials, settings.nats_ca, settings.nats_replicas)
     async with Bus.connect(settings.nats_url, name, *identity) as bus:
         band = Band(settings.runtimes_least, settings.runtimes_most) if settings.runtimes_most else None
         giving = asyncio.create_task(signs.give(lambda: bus.connected))

@@ -1,7 +1,8 @@
 """Rights of processes on the bus: a process is a user of NATS, with no more rights than the process needs.
 
 Pure. Replies come to a prefix of the user's own, so no user hears replies to a different user. An answering user may
-answer each request once. Only the ledger may make a consumer: a consumer can be told to deliver to any subject.
+answer each request once. Only the ledger may make a consumer or change a stream: a consumer can be told to deliver to
+any subject, and a stream to keep any subject. The ledger takes nothing but usage, and listens on no port.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class User:
     answers: bool = False  # requests
     meters: bool = False  # writes usage
     books: bool = False  # reads usage
+    keeps: tuple[str, ...] = ()  # streams whose number of replicas the user sets
 
     @property
     def inbox(self) -> str:
@@ -40,6 +42,7 @@ class User:
         usage = [wire.USAGE_STREAM] if self.meters or self.books else []
         api = [f"STREAM.{verb}.{stream}" for stream in streams for verb in ("INFO", "CREATE", "MSG.GET")]
         api += [f"STREAM.{verb}.{stream}" for stream in usage for verb in ("INFO", "CREATE")]
+        api += [f"STREAM.{verb}.{stream}" for stream in self.keeps for verb in ("INFO", "UPDATE")]
         if self.books:
             own = f"{wire.USAGE_STREAM}.{BOOKS}"
             api += [f"CONSUMER.{verb}.{own}" for verb in ("INFO", "DURABLE.CREATE", "MSG.NEXT")]
@@ -93,11 +96,13 @@ SCHEDULER = User(
     reads=(wire.LEASES, wire.LEASE_BASES, wire.MODELS, wire.PLACES, wire.LEADER),
     writes=(key(wire.PLACES, ANY), key(wire.LEADER, ANY)),
 )
-LEDGER = User("ledger", books=True)
+BUCKETS = (wire.LEASES, wire.LEASE_BASES, wire.MODELS, wire.PLACES, wire.LEADER, wire.QUOTAS)
+KEPT = (*map(_stream, BUCKETS), wire.USAGE_STREAM)
+LEDGER = User("ledger", books=True, keeps=KEPT)
 # User of a server that asks for no credentials.
 ANYBODY = User(
     "anybody",
-    reads=(wire.LEASES, wire.LEASE_BASES, wire.MODELS, wire.PLACES, wire.LEADER, wire.QUOTAS),
+    reads=BUCKETS,
     meters=True,
     books=True,
 )

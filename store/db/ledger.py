@@ -21,7 +21,7 @@ from store.contract import grants
 from store.contract.elapsed import KEPT_DAYS
 from store.db import requests, usage
 from store.db.database import Database, DatabaseError, NotMigrated, now_us
-from store.settings import read
+from store.settings import Replicas, read
 from store.tasks import ended
 from store.telemetry import observe, signs
 
@@ -43,6 +43,7 @@ class LedgerSettings(BaseSettings):
     nats_url: str = "nats://127.0.0.1:4222"
     nats_credentials: Path | None = None
     nats_ca: Path | None = None  # PEM file of the authority of a tls:// server
+    nats_replicas: Replicas = None  # also set on streams and buckets that are there
     database_url: str
     request_days: float = Field(KEPT_DAYS, ge=0)  # breakdowns of requests are kept so long; 0: not at all
 
@@ -115,7 +116,8 @@ async def serve(settings: LedgerSettings) -> None:
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
-    connecting = Bus.connect(settings.nats_url, "ledger", grants.LEDGER, settings.nats_credentials, settings.nats_ca)
+    identity = (grants.LEDGER, settings.nats_credentials, settings.nats_ca, settings.nats_replicas)
+    connecting = Bus.connect(settings.nats_url, "ledger", *identity)
     async with Database.open(settings.database_url) as database, connecting as bus:
         days = settings.request_days
         jobs = (consume(bus, database, days), sweep(database), forget(database, days))

@@ -165,7 +165,7 @@ def test_a_process_reaches_what_it_needs_and_nothing_else(rendered: dict[str, li
         "ledger": {53, 4222, 5432},
         "migrate": {53, 5432},
         "runtime": {53, 4222, 7000},
-        "nats": set(),
+        "nats": {53, 6222},
         "postgres": set(),
     }
     assert ports("own servers") == {

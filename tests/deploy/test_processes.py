@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from gateway.ops.bus_servers import nats_binary
 from store.db import database
 from tests.conftest import ROOT, free_port
 from tests.deploy.helm import helm
 from tests.deploy.tools import DEPLOY
 
 READY_S = 60
+SERVERS = 3
 Start = Callable[..., subprocess.Popen[bytes]]
 
 
@@ -61,20 +63,38 @@ def container(rendered: list[dict[str, Any]], component: str) -> dict[str, Any]:
     raise LookupError(component)
 
 
+def start_bus(rendered: list[dict[str, Any]], secrets: Path, folder: Path, start: Start) -> list[tuple[int, int]]:
+    """Start the chart's NATS servers. Returns the servers' ports for clients and for routes."""
+    (text,) = (found["data"]["nats.conf"] for found in rendered if found["kind"] == "ConfigMap")
+    (sets,) = (
+        found["spec"] for found in rendered if found["metadata"]["name"] == "st-nats" and "replicas" in str(found)
+    )
+    assert sets["replicas"] == SERVERS and sets["podManagementPolicy"] == "Parallel"
+    ports = [(free_port(), free_port()) for _ in range(SERVERS)]
+    (folder / "users").symlink_to(secrets / "nats")
+    (folder / "tls").mkdir()
+    for inside, outside in {"tls.crt": "nats.crt", "tls.key": "nats.key", "ca.crt": "ca.crt"}.items():
+        (folder / "tls" / inside).symlink_to(secrets / "nats" / outside)
+    for number, (port, routes) in enumerate(ports):
+        here = {"0.0.0.0:4222": f"127.0.0.1:{port}", "0.0.0.0:6222": f"127.0.0.1:{routes}"}
+        here |= {"0.0.0.0:8222": "127.0.0.1:-1", "/data": str(folder / f"data-{number}")}
+        here |= {"/etc/staccato/tls": str(folder / "tls")}
+        here |= {f"st-nats-{other}.st-nats:6222": f"127.0.0.1:{ports[other][1]}" for other in range(SERVERS)}
+        own = text
+        for there, mapped in here.items():
+            assert there in own, there
+            own = own.replace(there, mapped)
+        (folder / f"nats-{number}").mkdir()
+        (folder / f"nats-{number}" / "nats.conf").write_text(own)
+        command = (nats_binary(), "--config", folder / f"nats-{number}" / "nats.conf")
+        start(*command, POD_NAME=f"st-nats-{number}")
+    return ports
+
+
 def test_the_charts_bus_ledger_and_scheduler_run_as_they_are_rendered(
     rendered: list[dict[str, Any]], secrets: Path, tmp_path: Path, start: Start
 ) -> None:
-    port = free_port()
-    (text,) = (found["data"]["nats.conf"] for found in rendered if found["kind"] == "ConfigMap")
-    (tmp_path / "nats").mkdir()
-    (tmp_path / "users").symlink_to(secrets / "nats")
-    here = {"0.0.0.0:4222": f"127.0.0.1:{port}", "0.0.0.0:8222": "127.0.0.1:-1", "/data": str(tmp_path / "data")}
-    here |= {f"/etc/staccato/tls/tls.{part}": str(secrets / f"nats/nats.{part}") for part in ("crt", "key")}
-    for there, mapped in here.items():
-        assert there in text
-        text = text.replace(there, mapped)
-    (tmp_path / "nats/nats.conf").write_text(text)
-    start(Path(sysconfig.get_path("scripts")) / "nats-server", "--config", tmp_path / "nats/nats.conf")
+    ports = start_bus(rendered, secrets, tmp_path, start)
 
     def run(component: str) -> subprocess.Popen[bytes]:
         one = container(rendered, component)
@@ -84,7 +104,11 @@ def test_the_charts_bus_ledger_and_scheduler_run_as_they_are_rendered(
         if "STACCATO_SECRETS" in said:
             said["STACCATO_SECRETS"] = str(secrets / "platform")
         if "STACCATO_NATS_URL" in said:
-            said["STACCATO_NATS_URL"] = said["STACCATO_NATS_URL"].replace("st-nats:4222", f"127.0.0.1:{port}")
+            assert said["STACCATO_NATS_REPLICAS"] == str(SERVERS)
+            for number, (port, _) in enumerate(ports):
+                there = f"st-nats-{number}.st-nats:4222"
+                assert there in said["STACCATO_NATS_URL"]
+                said["STACCATO_NATS_URL"] = said["STACCATO_NATS_URL"].replace(there, f"127.0.0.1:{port}")
             said["STACCATO_NATS_CA"] = str(secrets / "nats/ca.crt")
             said["STACCATO_NATS_CREDENTIALS"] = str(secrets / f"nats/{component}.nk")
         return start(sys.executable, "-P", DEPLOY / "docker/staccato", *one["args"], **said)

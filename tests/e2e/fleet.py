@@ -228,9 +228,9 @@ class Fleet:
             streams.result()
         return not streams.done()
 
-    async def booked(self, tokens: int) -> None:
-        """Return when the bill has exactly `tokens` output tokens; fail after 30 s."""
-        deadline = time.monotonic() + 30
+    async def booked(self, tokens: int, within_s: float = 30.0) -> None:
+        """Return when the bill has exactly `tokens` output tokens; fail after `within_s` seconds."""
+        deadline = time.monotonic() + within_s
         while (found := await asyncio.to_thread(self.platform.usage, "acme"))["output_tokens"] != tokens:
             assert time.monotonic() < deadline, f"{found} were booked, and {tokens} tokens delivered"
             await asyncio.sleep(0.3)

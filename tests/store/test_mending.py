@@ -143,3 +143,56 @@ async def test_a_term_is_higher_than_any_before_in_a_bucket_that_was_made_again(
     await soon(lambda: wire.LEADER in lost)
     second = await bus.take_lead("scheduler", "b")
     assert second and second.term > first.term
+
+
+async def test_a_lease_of_this_moment_is_not_taken_for_deleted_by_a_look_at_the_bucket(bus: Bus) -> None:
+    """A cluster that elects a leader passes leases on to watchers and does not store the leases. Here a wrong revision
+    keeps the server from storing."""
+    seen: dict[tuple[str, str], bytes | None] = {}
+    for bucket in (wire.LEASES, wire.MODELS):
+        await bus.watch(bucket, lambda key, value, bucket=bucket: seen.__setitem__((bucket, key), value))  # type: ignore[misc]
+        assert await bus.swap(bucket, "k", wire.GatewayAlive(gateway="g"), 99) is None
+    await soon(lambda: len(seen) == 2)
+
+    async def looked() -> None:
+        bus._behind = True
+        bus._doubt.set()
+        await soon(lambda: not (bus._behind or bus._doubt.is_set()))
+
+    await looked()
+    assert seen[wire.LEASES, "k"] and seen[wire.MODELS, "k"] is None
+    await asyncio.sleep(bus_module.LEASE_TTL_S)
+    await looked()
+    assert seen[wire.LEASES, "k"] is None
+
+
+async def test_a_ledger_whose_consumer_has_no_leader_for_a_while_takes_usage_again(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers of a cluster answer no question about a consumer that lost its leader: here the question times out
+    once, in the middle of making the subscription anew."""
+    taken: list[str] = []
+
+    async def take() -> None:
+        async for batch in bus.usage_batches("ledger", 100):
+            await batch.ack()
+            taken.extend(usage.request for usage in batch.usages)
+
+    taking = asyncio.create_task(take())
+    await bus.publish_usage(usage("before"))
+    await soon(lambda: taken == ["before"])
+    asked, subscribe = 0, bus._js.pull_subscribe
+
+    async def late_once(*arguments: object, **named: object) -> object:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise TimeoutError
+        return await subscribe(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bus._js, "pull_subscribe", late_once)
+    await bus._js.delete_consumer(wire.USAGE_STREAM, "ledger")  # the next pull fails
+    await soon(lambda: asked >= 1)
+    await bus.publish_usage(usage("after"))
+    await soon(lambda: "after" in taken)
+    await bus_module.ended(taking)

