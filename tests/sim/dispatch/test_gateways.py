@@ -142,7 +142,7 @@ def test_a_busy_model_that_a_gpu_can_serve_stays_on_one_runtime() -> None:
 
 
 def test_two_deaths_leave_nearly_all_tokens_on_time() -> None:
-    """Mean of four workloads: a workload alone lies up to 1.5 points from the mean of many, by the luck of its hashes."""
+    """Mean of four workloads: by the luck of hashes, a workload alone lies up to 1.5 points from the mean of many."""
     faults = [InjectedFault(40.0, 2, "dies"), InjectedFault(90.0, 5, "dies")]
     on_time = []
     for seed in range(1, 5):
