@@ -183,12 +183,16 @@ def test_each_device_of_an_unequal_fleet_has_its_own_costs_and_memory() -> None:
 
 def test_the_result_does_not_depend_on_the_hashes_of_strings() -> None:
     code = (
+        "from pathlib import Path\n"
+        "from runtime.core.device.request import Objective\n"
+        "from runtime.core.ledgers.costs import load_profile\n"
         "from runtime.sim.fleet import Changes, simulate\n"
-        "from tests.sim.dispatch.test_gateways import Objective, base, profile\n"
+        "from runtime.sim.workload import base\n"
+        "h100 = load_profile(Path('deploy/profiles/h100.json').read_bytes(), 'h100.json')\n"
         "work = base(33, 3, duration_s=40.0)\n"
         "for policy in ('slack', 'aegaeon', 'prism'):\n"
-        "    print(simulate(work, profile('h100'), policy, 3, Objective()))\n"
-        "print(simulate(work, profile('h100'), 'slack', 3, Objective(), changes=Changes(migrate=True, faults=3)))\n"
+        "    print(simulate(work, h100, policy, 3, Objective()))\n"
+        "print(simulate(work, h100, 'slack', 3, Objective(), changes=Changes(migrate=True, faults=3)))\n"
     )
     said = [
         subprocess.run(
