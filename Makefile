@@ -41,9 +41,10 @@ fast: setup ## compile the simulator: the same results in a fraction of the time
 models: setup ## train the tiny models of the demo again (they are kept in deploy/demo/models)
 	$(BIN)/python deploy/demo/train.py
 
-# Tests of the pure folders, but for the longest (any order of events) and for a test that starts NATS.
+# Tests of the pure folders, but for the longest (any order of events) and for tests that start NATS or a database.
 PURE_TESTS = tests/runtime/core tests/gateway/core tests/store/contract \
-	--ignore tests/runtime/core/device/test_instance_any_order.py --ignore tests/store/contract/test_grants.py
+	--ignore tests/runtime/core/device/test_instance_any_order.py --ignore tests/runtime/core/test_policies.py \
+	--ignore tests/store/contract/test_grants.py --ignore tests/gateway/core/test_canary.py
 quick: setup ## house rules, pure files and a smoke of the simulator: below 30 s on two cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/test_tidy.py tests/test_house.py $(PURE_TESTS)
 	$(BIN)/staccato sim --gpus 2 --models-per-gpu 6 --duration 60s --migrate --faults 3 --check --json >/dev/null

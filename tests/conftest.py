@@ -26,6 +26,14 @@ settings.load_profile("unhurried")
 # and 4.5 s with these settings. The variables reach every process that a test starts.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("KMP_BLOCKTIME", "0")
+# A device process has a thread for every two processors. Two threads spend twice the processor time of one thread on
+# models as small as those of tests. Benches, which import this file as well, choose for themselves.
+if "PYTEST_VERSION" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # No test asks a server with a public certificate. A client of HTTP would read the file of public authorities, for
+    # 40 ms of a processor: tests make thousands of clients, and platforms are asked ten times a second.
+    os.environ.pop("SSL_CERT_FILE", None)
+    os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)  # without certificates; a folder is searched when needed
 
 ROOT = Path(__file__).parent.parent
 

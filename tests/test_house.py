@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     )  # type: ignore[arg-type]
 
 
+@cache
 def import_graph() -> dict[str, set[str]]:
     """First-party files by importing file. Imports for type checkers and inside functions count."""
     graph = {}

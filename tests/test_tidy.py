@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 from hypothesis import settings
@@ -118,19 +119,23 @@ def sources(*folders: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-def imports(source: str) -> Iterator[str]:
+@cache
+def imports(source: str) -> tuple[str, ...]:
     """Dotted names, also of imports inside functions and for type checkers alone; `from a import b` is `a.b`."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+            found += (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def within(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
+@cache
 def module_path(name: str) -> str:
     """The file that an import within the repository reads: `runtime.core.turns.turn.Turn` →
     `runtime/core/turns/turn.py`."""

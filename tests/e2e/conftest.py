@@ -25,6 +25,7 @@ from tests.forks import shared as forks_of_tests
 MODELS = ROOT / "deploy" / "demo" / "models"
 READY_S = 240  # at most: libraries of 2 GB may have to be read from a slow disk, by four processes at once
 AWAKE = {"scaling": {"idle": "never"}}
+OPENED: list[openai.OpenAI] = []  # clients that the test may have left open
 DEPLOYMENTS = {"faq": AWAKE, "weather": AWAKE | {"tool_parser": "hermes"}, "poet": AWAKE}
 
 
@@ -152,9 +153,12 @@ class Platform:
     # ── the tenants' endpoints ────────────────────────────────────────────────────────────────────────────────────────
 
     def client(self, tenant: str, **settings: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], **settings)
+        """A client of the tenant, which is closed at the end of the test at the latest."""
+        OPENED.append(openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], **settings))
+        return OPENED[-1]
 
     def async_client(self, tenant: str, **settings: Any) -> openai.AsyncOpenAI:
+        """A client of the tenant, for the caller to close."""
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], **settings)
 
     def usage(self, tenant: str) -> dict[str, int]:
@@ -162,6 +166,14 @@ class Platform:
         rows = self.get("/api/v1/usage?group_by=deployment", key=self.keys[tenant]).json()["data"]
         names = ("requests", "prompt_tokens", "output_tokens")
         return {name: sum(int(row[name]) for row in rows) for name in names}
+
+
+@pytest.fixture(autouse=True)
+def closed_clients() -> Iterator[None]:
+    """Close the clients of the test: clients that are collected open leave their warnings in a later test."""
+    yield
+    while OPENED:
+        OPENED.pop().close()
 
 
 @pytest.fixture(scope="session")

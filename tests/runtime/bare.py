@@ -1,14 +1,14 @@
 """Answers of bare vLLM, from a separate process: `python -m tests.runtime.bare`, a job on stdin, tokens on stdout.
 
 vLLM makes some process groups only for the first model of a process. In a process with Staccato's engines, bare vLLM
-would find groups made by Staccato, or would lack groups of its own.
+would find groups made by Staccato, or would lack groups of its own. The fork server of the tests, which forks the
+process, has imported vLLM and nothing of Staccato but vLLM's settings.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.conftest import ROOT
+from tests import forks
 
 Tokens = dict[str, list[list[int]]]
+Said = dict[str, list[int]]
 
 
 class Answer(NamedTuple):
@@ -79,17 +80,32 @@ def chat_with_bare_vllm(folders: Mapping[str, Path], chats: Sequence[Any], most:
     return {name: [Answer(*answer) for answer in said[f"{name} in chats"]] for name in folders}
 
 
+def ask_under_grammars(
+    folder: Path, grammars: Mapping[str, Mapping[str, Any]], prompt: Sequence[int], most: int
+) -> Said:
+    """Ask vLLM's own `LLM` a prompt under each grammar, greedily, in float32. `LLM` compiles grammars itself.
+
+    Args:
+        folder: the model's folder.
+        grammars: arguments of vLLM's StructuredOutputsParams, by the name of the grammar.
+        prompt: token ids.
+        most: tokens to make at most; the token 1 ends an answer.
+
+    Returns: the tokens made, by the name of the grammar.
+    """
+    models = {"": [str(folder), "float32", {}]}
+    job = {"models": models, "prompts": [], "chats": [], "grammars": grammars, "prompt": list(prompt), "most": most}
+    said: Said = _run(job)[" under grammars"]
+    return said
+
+
 def _run(job: dict[str, Any]) -> dict[str, Any]:
     """Have a process of its own do a job, with as many threads as this process: sums in 16 bits depend on the number.
 
     Returns what the process said."""
-    command = [sys.executable, "-m", "tests.runtime.bare"]
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    ran = subprocess.run(
-        command, cwd=ROOT, env=environment, input=json.dumps(job), capture_output=True, text=True, timeout=280
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    said: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    answer = forks.ran("tests.runtime.bare", said=json.dumps(job), environment=environment)
+    said: dict[str, Any] = json.loads(answer.splitlines()[-1])
     return said
 
 
@@ -97,11 +113,13 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else a child of vLLM outlives this process and holds its pipes
     from vllm import LLM, SamplingParams
     from vllm.model_executor.models import registry
+    from vllm.sampling_params import StructuredOutputsParams
 
     import runtime.engine.settings  # noqa: F401  (vLLM's environment)
 
     registry._run_in_subprocess = lambda fn: fn()  # a process to inspect each architecture takes seconds
     os.environ["VLLM_MEDIA_CONNECTOR"] = "http"  # vLLM's own
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # a forked process found torch with another number
 
     job = json.load(sys.stdin)
     said: dict[str, Any] = {}
@@ -120,6 +138,12 @@ def main() -> None:
         )
         kept.append(llm)  # a collected core would end every process group
         answers = [llm.chat(chat, sampling, use_tqdm=False)[0] for chat in job["chats"]]
+        said[f"{name} under grammars"] = {}
+        for kind, grammar in job.get("grammars", {}).items():
+            params = StructuredOutputsParams(**grammar)
+            under = SamplingParams(temperature=0, max_tokens=job["most"], structured_outputs=params, stop_token_ids=[1])
+            (made,) = llm.generate([{"prompt_token_ids": job["prompt"]}], under, use_tqdm=False)
+            said[f"{name} under grammars"][kind] = list(made.outputs[0].token_ids)
         said[f"{name} in chats"] = [
             (len(answer.prompt_token_ids or ()), list(answer.outputs[0].token_ids)) for answer in answers
         ]

@@ -38,7 +38,6 @@ class Kept:
     def __call__(self, spec: EngineSpec, told: Told, /) -> Engine:
         if spec.key not in self._engines:
             self._engines[spec.key] = self._build(spec, told)
-            one_thread()
         assert not self._engines[spec.key].held().weights, "it was left with pages"
         return self._engines[spec.key]
 
@@ -176,24 +175,12 @@ class _End(ipc.DeviceEnd):
         super().wait(1e-3)
 
 
-def one_thread() -> None:
-    """Set torch to a single thread: threads that wait for each other wait long if other processes want the cores."""
-    import torch
-
-    torch.set_num_threads(1)
-
-
 @contextmanager
 def kept(pool_bytes: int, host_bytes: int) -> Iterator[Kept]:
-    import torch
-
     from runtime.engine.builder import Builder
 
-    threads = torch.get_num_threads()
-    one_thread()
     build = Builder(pool_bytes, host_bytes)
     engines = Kept(build)
     yield engines
     engines.close()
     build.close()
-    torch.set_num_threads(threads)

@@ -7,7 +7,6 @@ folder.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from deploy.demo.random_weights import SPREAD, _tokenizer, write_random
-from tests.conftest import ROOT
+from tests import forks
 
 VOCABULARY, CONTEXT = 512, 1024
 SHAPE: dict[str, Any] = {
@@ -141,8 +140,7 @@ def _write_int8(folder: Path, form: str, seed: int) -> None:
 
 def _write_neox_elsewhere(folder: Path, form: str, seed: int) -> None:
     """Write a GPT-NeoX in a process of its own: a vLLM that served a GPT-NeoX has changed the class that writes it."""
-    command = [sys.executable, "-m", "tests.runtime.forms", str(folder), str(seed)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    forks.ran("tests.runtime.forms", [str(folder), str(seed)])
 
 
 def _write_neox(folder: Path, form: str, seed: int) -> None:

@@ -15,7 +15,7 @@ from runtime import ipc
 from store.contract.wire import Finish, Run
 from store.fork.client import ForkedProcess
 from tests.conftest import ROOT
-from tests.forks import shared
+from tests.forks import forked, shared
 from tests.runtime.engines import payload, spec
 
 SOON_S = 120
@@ -47,7 +47,7 @@ class DeviceProcess:
                 self.process = await asyncio.create_subprocess_exec(*command, pass_fds=[fd], cwd=ROOT)
             else:
                 files = {number: number for number in (0, 1, 2, fd)}
-                self.process = await forks.fork("runtime.device", began.arguments(), os.environ, files)
+                self.process = await forked(forks, "runtime.device", began.arguments(), os.environ, files)
         self.end = await ipc.NodeEnd.open(ours)
         self.state = ipc.State()
         self.said: dict[int, list[int]] = {}

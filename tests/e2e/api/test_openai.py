@@ -46,9 +46,7 @@ def test_a_request_may_ask_for_less_priority_and_not_for_more_than_its_key_allow
 
 
 async def test_many_streams_of_many_models_at_once_say_what_each_says_alone(platform: Platform) -> None:
-    client = platform.async_client("acme")
-
-    async def ask(model: str, question: str) -> str:
+    async def ask(client: openai.AsyncOpenAI, model: str, question: str) -> str:
         messages = [{"role": "user", "content": question}]
         stream = await client.chat.completions.create(model=model, messages=messages, temperature=0, stream=True)
         return "".join([c.choices[0].delta.content or "" async for c in stream])
@@ -58,7 +56,8 @@ async def test_many_streams_of_many_models_at_once_say_what_each_says_alone(plat
         for model in ("faq", "poet", "weather")
         for lesson in read_corpus(model).lessons[:8]
     ]
-    answers = await asyncio.gather(*(ask(model, question) for model, question, _ in asked))
+    async with platform.async_client("acme") as client:
+        answers = await asyncio.gather(*(ask(client, model, question) for model, question, _ in asked))
     assert answers == [answer for _, _, answer in asked]
 
 
@@ -165,8 +164,9 @@ def test_responses_and_messages_are_served_too(platform: Platform) -> None:
 
 def test_every_error_is_the_class_the_client_library_expects(platform: Platform) -> None:
     client = platform.client("acme", max_retries=0)
-    with pytest.raises(openai.AuthenticationError, match="this API key is not known here"):
-        openai.OpenAI(base_url=f"{platform.url}/v1", api_key="sk-wrong", max_retries=0).models.list()
+    with openai.OpenAI(base_url=f"{platform.url}/v1", api_key="sk-wrong", max_retries=0) as stranger:
+        with pytest.raises(openai.AuthenticationError, match="this API key is not known here"):
+            stranger.models.list()
     with pytest.raises(openai.NotFoundError, match="no deployment 'nope'") as missing:
         client.chat.completions.create(model="nope", messages=QUESTION)
     assert missing.value.request_id and missing.value.code == "model_not_found" and missing.value.param == "model"
@@ -182,11 +182,12 @@ def test_every_error_is_the_class_the_client_library_expects(platform: Platform)
 
 
 def test_a_tenants_own_endpoint_is_closed_to_others(platform: Platform) -> None:
-    own = openai.OpenAI(base_url=f"{platform.url}/t/acme/v1", api_key=platform.keys["acme"], max_retries=0)
-    assert {model.id for model in own.models.list()} >= {"faq"}
-    foreign = openai.OpenAI(base_url=f"{platform.url}/t/acme/v1", api_key=platform.keys["globex"], max_retries=0)
-    with pytest.raises(openai.NotFoundError):
-        foreign.chat.completions.create(model="faq", messages=QUESTION)
+    url = f"{platform.url}/t/acme/v1"
+    with openai.OpenAI(base_url=url, api_key=platform.keys["acme"], max_retries=0) as own:
+        assert {model.id for model in own.models.list()} >= {"faq"}
+    with openai.OpenAI(base_url=url, api_key=platform.keys["globex"], max_retries=0) as foreign:
+        with pytest.raises(openai.NotFoundError):
+            foreign.chat.completions.create(model="faq", messages=QUESTION)
 
 
 def test_responses_say_which_request_they_answer_and_how_cold_it_was(platform: Platform) -> None:

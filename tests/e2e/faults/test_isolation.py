@@ -184,12 +184,18 @@ def test_a_difference_is_found_and_none_is_not() -> None:
 # ── the marked prompt ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_marked_prompt_and_its_answer_are_found_nowhere(shared: Platform) -> None:
+@pytest.fixture
+def client(shared: Platform) -> Iterator[httpx.Client]:
+    headers = {"authorization": f"Bearer {shared.keys['acme']}"}
+    with httpx.Client(base_url=shared.url, timeout=240, headers=headers) as client:
+        yield client
+
+
+def test_a_marked_prompt_and_its_answer_are_found_nowhere(shared: Platform, client: httpx.Client) -> None:
     """No file has a trace after success, refusals, a client's leaving, and processes killed or crashing in
     mid-stream."""
     marker = f"zq{secrets.token_hex(12)}"
     text = f"remember {marker} well"
-    client = httpx.Client(base_url=shared.url, timeout=240, headers={"authorization": f"Bearer {shared.keys['acme']}"})
     tokens = client.post("/v1/tokenize", json={"model": "chat", "prompt": text}).json()["tokens"]
     said = _answered(client, text)
     _refused(client, text)

@@ -69,14 +69,16 @@ async def test_a_model_that_ends_the_process_of_its_image_costs_no_stream_a_toke
             await ending
             said = [condition["message"] for condition in (await status(fleet))["conditions"]]
             assert any(f"{WHY} {why}" in message for message in said), said
-            with pytest.raises(openai.InternalServerError, match=WHY):
-                await platform.async_client("acme", max_retries=0).completions.create(model="fatal", prompt="x")
+            async with platform.async_client("acme", max_retries=0) as client:
+                with pytest.raises(openai.InternalServerError, match=WHY):
+                    await client.completions.create(model="fatal", prompt="x")
             await asyncio.to_thread(platform.post, f"{path}:wake", {})
         began = time.monotonic()
         while await phase(fleet) != "awake":
             assert time.monotonic() < began + 60, await status(fleet)
             await asyncio.sleep(0.2)
-        answer = await platform.async_client("acme").completions.create(model="fatal", prompt="x", max_tokens=3)
+        async with platform.async_client("acme") as client:
+            answer = await client.completions.create(model="fatal", prompt="x", max_tokens=3)
         assert answer.usage is not None and answer.usage.completion_tokens == 3
         fleet.tokens += 3
         assert await fleet.streams(EACH) == undisturbed

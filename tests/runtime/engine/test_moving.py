@@ -16,7 +16,6 @@ from runtime.core.engine import BadRequest, EngineError, Output
 from runtime.engine.vllm import VllmEngine
 from runtime.memory.native import FaultPoint
 from store.contract.wire import Departure
-from tests.runtime.devices import one_thread
 from tests.runtime.engines import add, asleep, awake, drive, grammar_of, payload, spec, tokens, until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
@@ -60,7 +59,6 @@ class World:
         self.builds.append(Builder(POOL_BYTES, HOST_BYTES, self.builds[0].images.fd))
         paths = {name: write_random(folder / name, **shape) for name, shape in SHAPES.items()}
         self.pairs = {name: [build(spec(path)) for build in self.builds] for name, path in paths.items()}
-        one_thread()
         self.first_steps: list[int] = []  # for each move, the tokens computed in the request's first step after it
         self.adopted: set[RequestId] = set()
         self.answers: dict[tuple[str, str], list[Output]] = {}

@@ -14,7 +14,6 @@ from runtime.core.device.request import RequestId
 from runtime.core.engine import BadRequest, EngineError, Output
 from runtime.engine.vllm import VllmEngine
 from store.contract.wire import Finish
-from tests.runtime.devices import one_thread
 from tests.runtime.engines import add, asleep, awake, drive, payload, spec, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
@@ -41,7 +40,6 @@ def engines(random_models: dict[str, Path]) -> Iterator[dict[str, VllmEngine]]:
 
     build = Builder(POOL_BYTES, HOST_BYTES)
     engines = {name: build(spec(path)) for name, path in random_models.items()}
-    one_thread()
     for engine in engines.values():
         awake(engine)
     yield engines

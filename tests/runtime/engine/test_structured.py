@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,7 @@ import pytest
 
 from runtime.core.device.request import RequestId
 from runtime.engine.vllm import VllmEngine
-from tests.conftest import ROOT
-from tests.runtime.devices import one_thread
+from tests.runtime.bare import ask_under_grammars
 from tests.runtime.engines import add, asleep, awake, drive, grammar_of, payload, spec, tokens, until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers, not ours
@@ -40,35 +37,10 @@ GRAMMARS: dict[str, dict[str, Any]] = {
     },
 }
 
-BARE = """
-import json, os, sys
-import runtime.engine.settings
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-from vllm import LLM, SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
-
-path, grammars, prompt, most = json.load(sys.stdin)
-llm = LLM(model=path, dtype="float32", max_model_len=512, enforce_eager=True, seed=0, kv_cache_memory_bytes=32 << 20)
-said = {}
-for name, grammar in grammars.items():
-    params = StructuredOutputsParams(**grammar)
-    sampling = SamplingParams(temperature=0, max_tokens=most, structured_outputs=params, stop_token_ids=[1])
-    (made,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-    said[name] = list(made.outputs[0].token_ids)
-print(json.dumps(said), flush=True)
-os._exit(0)
-"""
-
 
 @pytest.fixture(scope="module")
 def bare(random_models: dict[str, Path]) -> dict[str, list[int]]:
-    """Tokens by grammar from vLLM's own `LLM`, run in a separate process: `LLM` compiles grammars itself."""
-    job = json.dumps([str(random_models["llama"]), GRAMMARS, PROMPT, MAX_TOKENS])
-    command = [sys.executable, "-c", BARE]
-    ran = subprocess.run(command, cwd=ROOT, input=job, capture_output=True, text=True, timeout=280)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    said: dict[str, list[int]] = json.loads(ran.stdout.splitlines()[-1])
-    return said
+    return ask_under_grammars(random_models["llama"], GRAMMARS, PROMPT, MAX_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +49,6 @@ def engine(random_models: dict[str, Path]) -> Iterator[VllmEngine]:
 
     build = Builder(POOL_BYTES, HOST_BYTES)
     engine = build(spec(random_models["llama"]))
-    one_thread()
     awake(engine)
     yield engine
     engine.close()

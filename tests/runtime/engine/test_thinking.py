@@ -13,7 +13,6 @@ from runtime.core.device.request import RequestId
 from runtime.engine.vllm import VllmEngine
 from store.contract import wire
 from tests.e2e.thinker import END_THINK, THINK, write_thinker
-from tests.runtime.devices import one_thread
 from tests.runtime.engines import add, asleep, awake, drive, payload, spec, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers, not ours
@@ -34,7 +33,6 @@ def engine(folder: Path) -> Iterator[VllmEngine]:
 
     build = Builder(POOL_BYTES, HOST_BYTES)
     engine = build(wire.replace(spec(folder), reasoning_parser="qwen3"))
-    one_thread()
     awake(engine)
     yield engine
     engine.close()

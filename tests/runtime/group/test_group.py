@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import json
 import os
 import random
 import signal
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -19,25 +20,25 @@ from deploy.demo.random_weights import write_random
 from runtime import ipc
 from runtime.core.device.request import RequestId
 from runtime.core.engine import EngineError, Output
-from runtime.engine import ranks
 from runtime.group import follower
 from runtime.group.follower import Follower
 from runtime.group.group import EngineCall, Failed, digest
-from runtime.memory.native import Code, PoolError
 from store.contract.wire import Residency
+from tests.forks import ran
 from tests.runtime.bare import ask_bare_vllm
 from tests.runtime.engines import spec
 from tests.runtime.forms import write_form
 from tests.runtime.processes import DeviceProcess
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
+on_two = pytest.mark.asyncio(loop_scope="module")  # tests with the group
 MIB = 1 << 20
 POOL_BYTES, HOST_BYTES = 18 * MIB, 512 * MIB  # per device: halves of two of the four models, and some KV cache
 SHAPE = dict(hidden=256, layers=4, heads=4, kv_heads=2)
 ASKED: list[dict[str, Any]] = [
-    dict(prompt=[44, 301, 17], temperature=0, max_tokens=48),
-    dict(prompt=[7, 8, 9] * 50, temperature=0, max_tokens=32),
-    dict(prompt=[9, 10, 11], temperature=1.0, seed=7, max_tokens=48),
+    dict(prompt=[44, 301, 17], temperature=0, max_tokens=32),
+    dict(prompt=[7, 8, 9] * 50, temperature=0, max_tokens=24),
+    dict(prompt=[9, 10, 11], temperature=1.0, seed=7, max_tokens=32),
     dict(prompt=[9, 10, 11], temperature=1.0, max_tokens=8),  # different tokens each time
 ]
 GREEDY = [number for number, asked in enumerate(ASKED) if not asked["temperature"]]
@@ -54,14 +55,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest_asyncio.fixture
-async def group() -> AsyncIterator[DeviceProcess]:
-    device = await DeviceProcess.start(POOL_BYTES, HOST_BYTES, tensor_parallel=2)
-    yield device
-    if device.process.returncode is None:
-        others = ranks_of(device)
-        await device.stop()
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def groups() -> AsyncIterator[list[DeviceProcess]]:
+    """Groups that tests have started: the last may live."""
+    started: list[DeviceProcess] = []
+    yield started
+    if started and started[-1].process.returncode is None:
+        others = ranks_of(started[-1])
+        await started[-1].stop()
         await ended(others)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def group(groups: list[DeviceProcess]) -> DeviceProcess:
+    """A living group. Two processes import vLLM for a group, so tests share a group until the group dies."""
+    if not groups or groups[-1].process.returncode is not None:
+        groups.append(await DeviceProcess.start(POOL_BYTES, HOST_BYTES, tensor_parallel=2))
+    return groups[-1]
 
 
 def ranks_of(device: DeviceProcess) -> list[int]:
@@ -96,6 +106,7 @@ def _there(pid: int) -> bool:
         return False
 
 
+@on_two
 async def test_models_on_two_devices_take_turns_and_say_what_they_say_on_one(
     group: DeviceProcess, models: dict[str, Path]
 ) -> None:
@@ -106,18 +117,18 @@ async def test_models_on_two_devices_take_turns_and_say_what_they_say_on_one(
     finally:
         await single.stop()
     await group.load(models)
-    on_two, split = await alone(group, models, REPEATABLE)
-    assert {asked: on_two[asked] for asked in on_one} == on_one
+    on_both, split = await alone(group, models, REPEATABLE)
+    assert {asked: on_both[asked] for asked in on_one} == on_one
     assert all(split[key] < 1.25 * whole[key] for key in models), f"{split} on two devices, {whole} on one"
     assert sum(split.values()) > 1.5 * 2 * POOL_BYTES, f"{split} bytes of weights are too few to prove anything"
     fetches = sum(model.fetches for model in group.state.models.values())
 
-    questions = [(key, number) for key in models for number in range(len(ASKED))] * 3
+    questions = [(key, number) for key in models for number in range(len(ASKED))] * 2
     random.Random(1).shuffle(questions)
     streams = [group.ask(key, ASKED[number]) for key, number in questions]
     for (key, number), stream in zip(questions, streams, strict=True):
         said = await group.answer(stream)
-        assert said == on_two.get((key, number), said), (key, number)
+        assert said == on_both.get((key, number), said), (key, number)
     more = sum(model.fetches for model in group.state.models.values()) - fetches
     assert more >= 2 * len(models), f"{more} fetches: the models hardly took turns"
 
@@ -127,6 +138,7 @@ async def test_models_on_two_devices_take_turns_and_say_what_they_say_on_one(
     assert all(model.residency is Residency.STAGED for model in group.state.models.values())
 
 
+@on_two
 @pytest.mark.long
 async def test_a_mixture_of_experts_on_two_devices_says_what_bare_vllm_says(
     group: DeviceProcess, models: dict[str, Path], tmp_path: Path
@@ -148,6 +160,7 @@ async def test_a_mixture_of_experts_on_two_devices_says_what_bare_vllm_says(
     assert not group.state.models["mixture"].sequential, "both ranks say in a batch what they say alone"
 
 
+@on_two
 async def test_a_model_that_cannot_be_split_says_why_and_the_others_go_on(
     group: DeviceProcess, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -159,6 +172,7 @@ async def test_a_model_that_cannot_be_split_says_why_and_the_others_go_on(
     assert len(await group.answer(group.ask("llama", ASKED[0]))) == ASKED[0]["max_tokens"]
 
 
+@on_two
 @pytest.mark.parametrize("which", ["first", "other"])
 async def test_where_one_rank_dies_all_end(group: DeviceProcess, models: dict[str, Path], which: str) -> None:
     await group.load({"llama": models["llama"]})
@@ -176,31 +190,12 @@ async def test_where_one_rank_dies_all_end(group: DeviceProcess, models: dict[st
 # ── what ranks agree upon ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _look(rank: int, folder: str, answers: Any) -> None:
-    ranks.join(rank, 2, folder)
-    said: list[Any] = [ranks.all_say(lambda: True), ranks.all_say(lambda: rank == 0), ranks.least(5 + rank)]
-    try:
-        ranks.all_say(lambda: rank == 0 or _fails())
-    except PoolError as error:
-        said.append(str(error))
-    answers.put((rank, said))
-
-
-def _fails() -> bool:
-    raise PoolError(Code.DRIVER, "no copy")
-
-
 def test_it_is_so_where_all_say_so_and_what_fails_for_one_fails_for_all(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    processes = [context.Process(target=_look, args=(rank, str(tmp_path), answers)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    said = dict(answers.get(timeout=60) for _ in processes)
-    for process in processes:
-        process.join(timeout=60)
-    assert said[1] == [True, False, 5, "no copy"]
-    assert said[0][:3] == [True, False, 5] and "another rank" in said[0][3]
+    with ThreadPoolExecutor(2) as threads:
+        printed = threads.map(lambda rank: ran("tests.runtime.group.agreeing", [rank, str(tmp_path)]), ("0", "1"))
+        first, other = map(json.loads, printed)
+    assert other == [True, False, 5, "no copy"]
+    assert first[:3] == [True, False, 5] and "another rank" in first[3]
 
 
 # ── a rank that does otherwise, forced ────────────────────────────────────────────────────────────────────────────────

@@ -35,7 +35,7 @@ from store.bus import Bus
 from store.contract import wire
 from store.contract.wire import Finish
 from tests.conftest import NatsServer
-from tests.runtime.devices import Kept, one_thread
+from tests.runtime.devices import Kept
 from tests.runtime.engines import asleep, awake, drive, payload, spec, tokens
 from tests.runtime.migration.test_nixl import needs_nixl
 
@@ -99,7 +99,6 @@ class Hosts:
         self.builds = [Builder(POOL_BYTES, HOST_BYTES, cache) for cache in self.caches]
         self.kept = [Kept(build) for build in self.builds]
         self.engines: list[VllmEngine] = [kept(self.spec, lambda *_: None) for kept in self.kept]  # type: ignore[misc]
-        one_thread()
         awake(self.engines[0])
         self.undisturbed = self._undisturbed(self.engines[0])
         asleep(self.engines[0])

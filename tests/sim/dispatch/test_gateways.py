@@ -142,7 +142,7 @@ def test_a_busy_model_that_a_gpu_can_serve_stays_on_one_runtime() -> None:
 
 
 def test_two_deaths_leave_nearly_all_tokens_on_time() -> None:
-    """Mean of four workloads: a single workload lies up to 1.5 points from the mean of many, by its hashes."""
+    """Mean of four workloads: by the luck of hashes, a workload alone lies up to 1.5 points from the mean of many."""
     faults = [InjectedFault(40.0, 2, "dies"), InjectedFault(90.0, 5, "dies")]
     on_time = []
     for seed in range(1, 5):
@@ -183,12 +183,16 @@ def test_each_device_of_an_unequal_fleet_has_its_own_costs_and_memory() -> None:
 
 def test_the_result_does_not_depend_on_the_hashes_of_strings() -> None:
     code = (
+        "from pathlib import Path\n"
+        "from runtime.core.device.request import Objective\n"
+        "from runtime.core.ledgers.costs import load_profile\n"
         "from runtime.sim.fleet import Changes, simulate\n"
-        "from tests.sim.dispatch.test_gateways import Objective, base, profile\n"
+        "from runtime.sim.workload import base\n"
+        "h100 = load_profile(Path('deploy/profiles/h100.json').read_bytes(), 'h100.json')\n"
         "work = base(33, 3, duration_s=40.0)\n"
         "for policy in ('slack', 'aegaeon', 'prism'):\n"
-        "    print(simulate(work, profile('h100'), policy, 3, Objective()))\n"
-        "print(simulate(work, profile('h100'), 'slack', 3, Objective(), changes=Changes(migrate=True, faults=3)))\n"
+        "    print(simulate(work, h100, policy, 3, Objective()))\n"
+        "print(simulate(work, h100, 'slack', 3, Objective(), changes=Changes(migrate=True, faults=3)))\n"
     )
     said = [
         subprocess.run(
