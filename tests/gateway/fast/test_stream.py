@@ -100,7 +100,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["tokens", "tokens", "reads", "turn"]
 
 
 @given(steps=STEPS, slow=st.lists(st.booleans(), max_size=20), count=st.integers(1, 3))
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=200, database=None)
 def test_a_client_that_reads_at_times_gets_every_text_once(
     steps: list[tuple[str, int]], slow: list[bool], count: int
 ) -> None:

@@ -30,7 +30,7 @@ TAKEN: Counter[str] = Counter()  # requests by way
 
 # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-DROPPED = "x-anthropic-billing-header: a"  # vLLM drops such a line of a system message
+DROPPED = "x-anthropic-billing-header: a"  # a line of a system message that vLLM drops
 SAID = st.text(st.sampled_from("ab ceh.,'\n\"\\<>é日😀\x00\x1f"), max_size=12)
 TEXTS = st.one_of(
     SAID,
@@ -127,7 +127,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     else:
         body["prompt"] = draw(st.one_of(TEXTS.filter(bool), st.lists(st.integers(0, 290), min_size=1, max_size=20)))
     if draw(st.integers(0, 9)) == 0:
-        for odd in draw(st.lists(ODD, min_size=1, max_size=2)):  # of two faults both ways tell the same
+        for odd in draw(st.lists(ODD, min_size=1, max_size=2)):  # both ways tell the same fault
             body |= odd
     return path, body
 

@@ -72,7 +72,7 @@ async def outcome(validating: Awaitable[Any]) -> Any:
 
 
 @given(body=BODY)
-@settings(max_examples=300, database=None, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_body_in_slices_is_validated_as_the_whole_body(
     monkeypatch: pytest.MonkeyPatch, route: APIRoute, body: dict[str, Any]
 ) -> None:
