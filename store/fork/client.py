@@ -15,7 +15,7 @@ import msgspec
 from store.fork.server import ENCODER, Ended, Forked, ForkOrder, Unfit
 
 REPLY_BYTES_MOST = 4096
-FORK_S_MOST = 60.0  # longest wait for the server, which may still be importing modules
+FORK_S_MOST = 150.0  # longest wait for the server: on a machine with far too much to do, imports take over a minute
 REPLIES = msgspec.json.Decoder(Forked | Unfit | Ended)
 
 
