@@ -34,6 +34,7 @@ from gateway.inference.recent import Recent
 from gateway.inference.serving import RequestServing
 from gateway.ops import listening
 from gateway.ops.health import Health
+from gateway.ops.neighbours import GatewayNeighbours
 from gateway.streams.pulse import Pulse
 from gateway.streams.relay import Relay
 from gateway.streams.resuming import RequestFinder
@@ -89,6 +90,7 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
         )
         engines = Engines(known(), tool_parsers(), reasoning_parsers())
         metrics, recent = Metrics(fleet, meter, lambda: relay.false_losses), Recent()
+        metrics.neighbours = neighbours = GatewayNeighbours(settings)
         control = ControlPlane(database, auth, fleet, engines, Sources.of(settings), metrics, recent)
         quotas = Quotas(bus, database, gateway_id)
         bounds = Bounds(
@@ -120,7 +122,7 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
         await meter.start()
         await quotas.start()
         try:
-            async with control.running(), pulse.running():
+            async with control.running(), pulse.running(), neighbours.telling(metrics.own):
                 health = Health(database, bus, fleet, settings.runtimes, auth, reserve, settings.data)
                 rest = Starlette(routes=[*control.routes(), *health.routes(), *dashboard.routes()])
                 yield Gateway(inference, rest, control.feed.end)

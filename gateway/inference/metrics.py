@@ -7,6 +7,7 @@ leases: take the maximum of these series over gateways, and sum only the gateway
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import itertools
 import math
@@ -14,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -22,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from gateway.core.status import tier
+from gateway.inference.gathered import gathered, own_series
 from gateway.inference.meter import Meter
 from gateway.streams.runtimes import RuntimesView
 from store.contract.device_bytes import DeviceBytes
@@ -90,6 +92,18 @@ class DeclaredMetrics:
         return cast(M, known)
 
 
+class Neighbours(Protocol):
+    """The other gateways of this host: gateway/ops/neighbours.py."""
+
+    number: int  # of this gateway
+
+    def known(self) -> list[int]:
+        """Return the numbers of the other gateways."""
+
+    async def told(self) -> dict[int, bytes]:
+        """Return the own series of the gateways that answer, by number."""
+
+
 class Tally:
     """Metrics of the requests of a deployment; the counters are looked up once."""
 
@@ -123,6 +137,7 @@ class Metrics:
         self._tallies: dict[tuple[str, str], Tally] = {}
         # An ended request and its end; tells whether the ledger has booked it.
         self._probe: tuple[str, float] | None = None
+        self.neighbours: Neighbours | None = None  # None: the gateway is alone on its host
         self._made.gauge("staccato_build_info").labels(importlib.metadata.version("staccato")).set(1)
         self.registry.register(_Fleet(fleet))
         self.registry.register(_Leases(fleet, self._deployments, Labels(MODELS_MOST)))
@@ -174,7 +189,14 @@ class Metrics:
         lag.set(time.time() - self._probe[1] if self._probe else 0.0)
         if self._probe is None and self._meter is not None:
             self._probe = self._meter.last_stored
-        return generate_latest(self.registry)
+        if self.neighbours is None or not self.neighbours.known():
+            return generate_latest(self.registry)
+        told = await self.neighbours.told()
+        return await asyncio.to_thread(gathered, self.registry, self.neighbours.number, told)
+
+    def own(self) -> bytes:
+        """Return this gateway's own series, for a neighbour that shows the metrics of all gateways."""
+        return own_series(self.registry)
 
 
 class _Losses(Collector):

@@ -170,3 +170,13 @@ METRICS: dict[str, Metric] = {
         _counter("vllm:generation_tokens", "Tokens made.", "model_name"),
     )
 }
+
+# What a single gateway did or has: of several gateways on a host, each has series of its own.
+OF_GATEWAY = frozenset(
+    (
+        *("staccato_requests", "staccato_tokens", "staccato_request_seconds", "staccato_request_ways"),
+        *("staccato_ttft_seconds", "staccato_itl_seconds", "staccato_queue_seconds", "staccato_stream_aborts"),
+        *("staccato_false_losses", "staccato_requests_open", "staccato_usage_pending", "staccato_bus_connected"),
+        *("staccato_ledger_lag_seconds", "staccato_build_info"),
+    )
+)

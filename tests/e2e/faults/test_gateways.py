@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.demo.random_weights import write_random
 from tests.conftest import free_port
@@ -183,6 +184,19 @@ async def paid(
             return
         assert time.monotonic() < deadline, f"{booked} were booked, and {right} expected"
         await asyncio.sleep(0.5)
+
+
+def test_a_scrape_of_the_shared_port_shows_both_gateways(gates: Platform) -> None:
+    gateways(gates)
+
+    def both() -> bool:
+        text = gates.get("/api/v1/metrics").text
+        found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        own = {sample.labels.get("gateway") for sample in found if sample.name == "staccato_requests_open"}
+        runtimes = [sample.labels for sample in found if sample.name == "staccato_runtimes"]
+        return own == {"1", "2"} and runtimes == [{}]
+
+    gates.until(both, 30)
 
 
 async def test_a_killed_gateway_costs_streams_their_connection_alone(gates: Platform) -> None:
