@@ -27,7 +27,7 @@ from gateway.inference.gathered import gathered, own_series
 from gateway.inference.meter import Meter
 from gateway.streams.runtimes import RuntimesView
 from store.contract.device_bytes import DeviceBytes
-from store.contract.series import CODES, DEPLOYMENTS_MOST, METRICS, MODELS_MOST, OTHER, WAIT_S, WAYS
+from store.contract.series import CODES, DEPLOYMENTS_MOST, METRICS, MODELS_MOST, OTHER, RESUMPTIONS, WAIT_S, WAYS
 from store.contract.wire import Attained, Lease, Residency, Spread
 from store.db import deployments, usage
 from store.db.database import Database, DatabaseError, now_us
@@ -149,6 +149,8 @@ class Metrics:
             self._made.counter("staccato_request_ways").labels(way)
         for side in ("client", "platform"):
             self._made.counter("staccato_stream_aborts").labels(side)
+        for outcome in RESUMPTIONS:
+            self._made.counter("staccato_stream_resumptions").labels(outcome)
 
     def tally(self, tenant_id: str, deployment_id: str) -> Tally:
         """Return the tally of a deployment; both ids are empty for requests that named no deployment."""
@@ -165,6 +167,10 @@ class Metrics:
 
     def aborted(self, side: str) -> None:
         self._made.counter("staccato_stream_aborts").labels(side).inc()
+
+    def resumed(self, outcome: str) -> None:
+        """Count a client's wish to resume a stream. `outcome`: one of RESUMPTIONS."""
+        self._made.counter("staccato_stream_resumptions").labels(outcome).inc()
 
     async def shown(self, database: Database) -> bytes:
         """Return the metrics in Prometheus' text format."""

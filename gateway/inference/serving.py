@@ -70,7 +70,7 @@ class RequestServing:
         admission = await self.quotas.admit(context.caller, context.target, generates, resumes)
         try:
             if resumes:
-                await find(context, self.resuming)
+                await self._find(context)
             cold = "none" if context.found else await self._hold(context.target, context.deadline)
             front = await self._front(context.target)
             if generates:
@@ -83,6 +83,15 @@ class RequestServing:
         finally:
             if admission is not None:
                 admission.close()
+
+    async def _find(self, context: RequestContext) -> None:
+        """Find the runtime that keeps a request to resume, and count what came of the search. Raises Problem."""
+        try:
+            await find(context, self.resuming)
+        except Problem as problem:
+            self.metrics.resumed(problem.code)
+            raise
+        self.metrics.resumed("resumed")
 
     # ── the model ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.api.test_left import rows_of
 from tests.e2e.api.test_limits import limited
@@ -98,7 +100,15 @@ def refused(platform: Platform, body: dict[str, Any], headers: dict[str, str]) -
     return answer.status_code, answer.json()["error"]["code"]
 
 
+def resumptions(platform: Platform) -> Counter[str]:
+    """Return how many resumptions the gateway has counted, by outcome."""
+    families = text_string_to_metric_families(platform.get("/api/v1/metrics").text)
+    found = [each for family in families for each in family.samples if each.name == "staccato_stream_resumptions_total"]
+    return Counter({sample.labels["outcome"]: int(sample.value) for sample in found})
+
+
 def test_nobody_but_the_owner_learns_of_a_request(platform: Platform) -> None:
+    before = resumptions(platform)
     told, had = events(platform, "/v1/completions", TEXT, headers_of(platform) | RESUME, 3)
     again = headers_of(platform, x_request_id=told["x-request-id"], last_event_id=had[-1][0])
     other = platform.post("/api/v1/tenants/acme/keys", {"name": "other"})["key"]
@@ -108,6 +118,7 @@ def test_nobody_but_the_owner_learns_of_a_request(platform: Platform) -> None:
     assert refused(platform, TEXT | {"max_tokens": 80}, again) == (400, "other_request")
     rest = events(platform, "/v1/completions", TEXT, again)[1]
     assert said([*had, *rest])[1] == ["length"]
+    assert resumptions(platform) - before == {"not_kept": 2, "other_request": 1, "resumed": 1}
 
 
 def test_a_tenant_with_one_stream_at_once_resumes_beside_the_broken_connection(platform: Platform) -> None:
