@@ -12,6 +12,7 @@ import importlib.metadata
 import itertools
 import math
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -36,6 +37,7 @@ prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # 
 
 Sums = defaultdict[tuple[str, ...], float]  # by name and labels
 M = TypeVar("M", Counter, Gauge, Histogram)
+ITL = "staccato_itl_seconds"
 _BOUNDS = [*map(str, WAIT_S), "+Inf"]
 Numbers = CounterMetricFamily | GaugeMetricFamily
 
@@ -92,6 +94,22 @@ class DeclaredMetrics:
         return cast(M, known)
 
 
+class Times:
+    """A histogram for the loop alone: without locks, since every token of every stream is observed."""
+
+    __slots__ = ("_bounds", "counts", "total_s")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        """`bounds`: upper bounds of the buckets, in seconds."""
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(self._bounds, seconds)] += 1
+        self.total_s += seconds
+
+
 class Neighbours(Protocol):
     """The other gateways of this host: gateway/ops/neighbours.py."""
 
@@ -110,7 +128,7 @@ class Tally:
     def __init__(self, made: DeclaredMetrics, labels: tuple[str, str]) -> None:
         self._made, self._labels = made, labels
         self.ttft = made.histogram("staccato_ttft_seconds").labels(*labels)
-        self.itl = made.histogram("staccato_itl_seconds").labels(*labels)
+        self.itl = Times(METRICS[ITL].buckets)
         self.queue = made.histogram("staccato_queue_seconds").labels(*labels)
 
     def part(self, part: str) -> Counter:
@@ -139,6 +157,7 @@ class Metrics:
         self._probe: tuple[str, float] | None = None
         self.neighbours: Neighbours | None = None  # None: the gateway is alone on its host
         self._made.gauge("staccato_build_info").labels(importlib.metadata.version("staccato")).set(1)
+        self.registry.register(_Itl(self._tallies))
         self.registry.register(_Fleet(fleet))
         self.registry.register(_Leases(fleet, self._deployments, Labels(MODELS_MOST)))
         if meter is not None:
@@ -203,6 +222,22 @@ class Metrics:
     def own(self) -> bytes:
         """Return this gateway's own series, for a neighbour that shows the metrics of all gateways."""
         return own_series(self.registry)
+
+
+class _Itl(Collector):
+    """Times between two pieces of a stream, by deployment."""
+
+    def __init__(self, tallies: dict[tuple[str, str], Tally]) -> None:
+        self._tallies = tallies
+
+    def collect(self) -> Iterable[Metric]:
+        metric = METRICS[ITL]
+        family = HistogramMetricFamily(ITL, metric.help, labels=metric.labels)
+        bounds = [*map(str, metric.buckets), "+Inf"]
+        for labels, tally in list(self._tallies.items()):
+            counted = itertools.accumulate(tally.itl.counts)
+            family.add_metric(labels, list(zip(bounds, counted, strict=True)), tally.itl.total_s)
+        yield family
 
 
 class _Losses(Collector):

@@ -6,10 +6,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
-from prometheus_client import generate_latest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.inference.metrics import Growth, Labels, Metrics
+from gateway.inference.metrics import ITL, Growth, Labels, Metrics
 from store.contract import series, wire
 from store.contract.series import DEPLOYMENTS_MOST, LABELS, METRICS, MODELS_MOST, OTHER, SERIES_MOST, WAIT_S
 from store.contract.wire import Accounts, Attained, Lease, ModelState, Residency, Spread
@@ -43,7 +45,11 @@ def lease(runtime: str, labels: int = 1, models: int = 1, epoch: int = 1 << 60, 
 
 def shown(metrics: Metrics) -> dict[str, float]:
     """Values of the samples, by name and labels."""
-    text = generate_latest(metrics.registry).decode()
+    return samples(metrics.registry)
+
+
+def samples(registry: CollectorRegistry) -> dict[str, float]:
+    text = generate_latest(registry).decode()
     return {
         f"{sample.name}{sorted(sample.labels.items())}": sample.value
         for family in text_string_to_metric_families(text)
@@ -105,6 +111,19 @@ def test_declarations_follow_prometheus_naming() -> None:
 def test_what_comes_too_late_is_other() -> None:
     labels = Labels(2)
     assert [labels.of(label) for label in ("a", "b", "c", "a", "d")] == ["a", "b", OTHER, "a", OTHER]
+
+
+@given(seconds=st.lists(st.one_of(st.floats(0, 10), st.sampled_from(METRICS[ITL].buckets)), max_size=30))
+def test_times_count_as_the_library_counts(seconds: list[float]) -> None:
+    metrics, registry = Metrics(Leases()), CollectorRegistry()  # type: ignore[arg-type]
+    metric = METRICS[ITL]
+    library = Histogram(ITL, metric.help, metric.labels, buckets=metric.buckets, registry=registry).labels("t", "d")
+    times = metrics.tally("t", "d").itl
+    for each in seconds:
+        times.observe(each)
+        library.observe(each)
+    expected = {name: value for name, value in samples(registry).items() if name.startswith(ITL)}
+    assert {name: value for name, value in samples(metrics.registry).items() if name.startswith(ITL)} == expected
 
 
 def test_what_is_beyond_the_bound_is_still_counted() -> None:
