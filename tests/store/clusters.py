@@ -12,7 +12,7 @@ from gateway.ops.bus_servers import BusServer, config, nats_binary
 from store.bus import Bus
 from store.contract import wire
 from store.streams import stream_of
-from tests.conftest import free_port
+from tests.conftest import free_ports
 
 SERVERS = 3
 
@@ -23,7 +23,11 @@ class NatsCluster:
     A server that was killed may be started again, with the server's own data."""
 
     def __init__(self, folder: Path) -> None:
-        self.servers = [BusServer(f"nats-{number + 1}", free_port(), free_port()) for number in range(SERVERS)]
+        ports = free_ports(2 * SERVERS)
+        self.servers = [
+            BusServer(f"nats-{number + 1}", port, routes_port)
+            for number, (port, routes_port) in enumerate(zip(ports[::2], ports[1::2], strict=True))
+        ]
         self.url = ",".join(server.url for server in self.servers)
         self._folder = folder
         self._running: dict[str, psutil.Popen] = {}

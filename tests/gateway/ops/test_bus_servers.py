@@ -86,6 +86,14 @@ def test_a_taken_port_is_left_for_another(tmp_path: Path) -> None:
     assert second != first and bus_servers.kept_port(kept) == second
 
 
+def test_a_server_gets_no_port_of_a_server_that_does_not_listen_yet(tmp_path: Path) -> None:
+    kept = tmp_path / "nats-2.port"
+    kept.write_text(f"{free_port()}\n")
+    taken = int(kept.read_text())
+    found = bus_servers.kept_port(kept, {taken})
+    assert found != taken and bus_servers.kept_port(kept) == found
+
+
 @pytest.mark.parametrize(("stored", "wanted"), ((1, 3), (3, 1), (5, 3)))
 def test_a_bus_that_other_servers_would_lose_is_named(settings: Settings, stored: int, wanted: int) -> None:
     for name in bus_servers.names(settings.model_copy(update={"nats_cluster": stored})):
