@@ -122,7 +122,7 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
         await meter.start()
         await quotas.start()
         try:
-            async with control.running(), pulse.running(), neighbours.telling(metrics.own):
+            async with control.running(), pulse.running(), neighbours.telling(metrics.registry):
                 health = Health(database, bus, fleet, settings.runtimes, auth, reserve, settings.data)
                 rest = Starlette(routes=[*control.routes(), *health.routes(), *dashboard.routes()])
                 yield Gateway(inference, rest, control.feed.end)

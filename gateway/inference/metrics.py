@@ -7,7 +7,6 @@ leases: take the maximum of these series over gateways, and sum only the gateway
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import itertools
 import math
@@ -24,7 +23,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from gateway.core.status import tier
-from gateway.inference.gathered import gathered, own_series
 from gateway.inference.meter import Meter
 from gateway.streams.runtimes import RuntimesView
 from store.contract.device_bytes import DeviceBytes
@@ -113,13 +111,11 @@ class Times:
 class Neighbours(Protocol):
     """The other gateways of this host: gateway/ops/neighbours.py."""
 
-    number: int  # of this gateway
-
     def known(self) -> list[int]:
         """Return the numbers of the other gateways."""
 
-    async def told(self) -> dict[int, bytes]:
-        """Return the own series of the gateways that answer, by number."""
+    async def shown(self, registry: CollectorRegistry) -> bytes:
+        """Return the metrics of `registry`, this gateway's, and of the other gateways."""
 
 
 class Tally:
@@ -216,12 +212,7 @@ class Metrics:
             self._probe = self._meter.last_stored
         if self.neighbours is None or not self.neighbours.known():
             return generate_latest(self.registry)
-        told = await self.neighbours.told()
-        return await asyncio.to_thread(gathered, self.registry, self.neighbours.number, told)
-
-    def own(self) -> bytes:
-        """Return this gateway's own series, for a neighbour that shows the metrics of all gateways."""
-        return own_series(self.registry)
+        return await self.neighbours.shown(self.registry)
 
 
 class _Itl(Collector):

@@ -25,7 +25,7 @@ _TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 
 CODES = ("200", "400", "401", "403", "404", "405", "408", "413", "429", "499", "500", "503", OTHER)  # 499: client left
 PARTS = ("queue", "wake", "switch", "prefill", "decode", "wait", "move", "retry", "transport")
 WAYS = ("fast", "vllm")  # of a request through the gateway
-RESUMPTIONS = ("resumed", "not_kept", "other_request")  # what came of a client's wish to resume a stream
+RESUMPTIONS = ("resumed", "not_kept", "other_request")  # outcomes of a client's wish to resume a stream
 OBJECTIVES = ("ttft", "token", "token_rebased", "token_time_weighted")
 _DEPLOYMENT = ("tenant_id", "deployment_id")
 
@@ -107,7 +107,7 @@ METRICS: dict[str, Metric] = {
         _counter("staccato_request_seconds", "Time of requests that ended, by what it went to.", *_DEPLOYMENT, "part"),
         _counter("staccato_request_ways", "Requests that generate, by the way through the gateway.", "way"),
         _counter("staccato_stream_aborts", "Streams that ended too early, by who ended them.", "side"),
-        _counter("staccato_stream_resumptions", "Streams that clients asked to resume, by what came of it.", "outcome"),
+        _counter("staccato_stream_resumptions", "Streams that clients asked to resume, by outcome.", "outcome"),
         _counter("staccato_false_losses", "Runtimes that were taken for dead and heard again."),
         _gauge("staccato_requests_open", "Requests that are not answered yet."),
         _gauge("staccato_usage_pending", "Requests that ended and that JetStream has not acknowledged."),
@@ -174,7 +174,7 @@ METRICS: dict[str, Metric] = {
     )
 }
 
-# What a single gateway did or has: of several gateways on a host, each has series of its own.
+# Series of a single gateway. Several gateways on a host show these series separately.
 OF_GATEWAY = frozenset(
     (
         *("staccato_requests", "staccato_tokens", "staccato_request_seconds", "staccato_request_ways"),
