@@ -103,7 +103,9 @@ def theirs(model: Path, folder: Path, environment: dict[str, str]) -> Iterator[S
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:
-    return sum((times.user + times.system for times in (process.cpu_times() for process in processes)), 0.0)
+    """Return the processor time of processes. A process that ended, as makers of images do, counts as nothing."""
+    alive = (process.cpu_times() for process in processes if process.is_running())
+    return sum((times.user + times.system for times in alive), 0.0)
 
 
 def measure(client: Client, side: Side, streams: int, requests: int, salt: int) -> Sample:
