@@ -45,7 +45,7 @@ models: setup ## train the tiny models of the demo again (they are kept in deplo
 PURE_TESTS = tests/runtime/core tests/gateway/core tests/store/contract \
 	--ignore tests/runtime/core/device/test_instance_any_order.py --ignore tests/runtime/core/test_policies.py \
 	--ignore tests/store/contract/test_grants.py --ignore tests/gateway/core/test_canary.py
-quick: setup ## house rules, pure files and a smoke of the simulator: below 30 s on two cores
+quick: setup ## house rules, pure files and a smoke of the simulator (aim: 30 s on two cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/test_tidy.py tests/test_house.py $(PURE_TESTS)
 	$(BIN)/staccato sim --gpus 2 --models-per-gpu 6 --duration 60s --migrate --faults 3 --check --json >/dev/null
 

@@ -32,8 +32,7 @@ from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 from store.contract import grants, wire
 from store.parts import PART_BYTES, REQUEST_MOST, Joiner, TooManyParts, WrongPart, ask_in_parts
 from store.settings import addresses
-from store.streams import LEASE_TTL_S as LEASE_TTL_S
-from store.streams import LEASED, StoredStreams, stream_of
+from store.streams import LEASE_TTL_S, LEASED, StoredStreams, stream_of
 from store.tasks import ended, within
 
 log = structlog.get_logger()

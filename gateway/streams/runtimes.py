@@ -14,10 +14,11 @@ from runtime.core.device.request import ModelKey, Objective
 from runtime.core.fleet.dispatch import COLDNESS, NO_RUNTIMES, Coldness
 from runtime.core.fleet.recorded import RecordedFleet
 from runtime.core.fleet.watched import WatchedFleet
-from store.bus import LEASE_TTL_S, Bus, BusError
+from store.bus import Bus, BusError
 from store.contract import reports, wire
 from store.contract.wire import Residency
 from store.leases import watch_leases
+from store.streams import LEASE_TTL_S
 
 _DEFAULT = Objective()
 

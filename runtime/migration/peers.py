@@ -10,9 +10,9 @@ from runtime.core.device.request import ModelKey, Objective
 from runtime.core.fleet.recorded import RecordedFleet
 from runtime.core.fleet.watched import WatchedFleet
 from runtime.migration.transport import is_loopback
-from store.bus import LEASE_TTL_S
 from store.contract.reports import Report
 from store.contract.wire import EngineSpec, Lease, ModelState, Role, Run
+from store.streams import LEASE_TTL_S
 
 
 class Peers:

@@ -130,7 +130,9 @@ class ModelServing:
                 self._own.send(ipc.Forget(control.model, control.salt))
             return wire.Reply()
         if control.op not in ("sleep", "wake"):
-            return wire.Reply(refusal=Refusal.BAD_MESSAGE, reason=f"no operation {control.op!r}: sleep or wake")
+            return wire.Reply(
+                refusal=Refusal.BAD_MESSAGE, reason=f"no operation {control.op!r}: sleep, wake, or forget with a salt"
+            )
         if reason := self._quarantine.reason(control.model, time.monotonic()):
             return wire.Reply(refusal=Refusal.MODEL_FAILED, reason=reason) if control.op == "wake" else wire.Reply()
         if self._own.device is None:

@@ -30,10 +30,11 @@ from runtime.core.fleet.rebalance import LackingModel, Load
 from runtime.core.fleet.report import kv_room_bytes, needed_pages
 from runtime.core.fleet.roles import RoleRule, RoleView
 from runtime.core.fleet.scaling import Band
-from store.bus import LEASE_TTL_S, Bus, BusError
+from store.bus import Bus, BusError
 from store.contract import grants, wire
 from store.leases import watch_leases
 from store.settings import read
+from store.streams import LEASE_TTL_S
 from store.tasks import ended
 from store.telemetry import observe, signs
 

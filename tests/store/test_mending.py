@@ -13,6 +13,7 @@ import pytest
 from store import bus as bus_module
 from store.bus import Bus, BusError
 from store.contract import wire
+from store.streams import LEASE_TTL_S
 from tests.conftest import NatsServer, soon
 from tests.store.test_bus import usage
 
@@ -102,9 +103,8 @@ async def test_a_lost_key_is_not_taken_for_a_deleted_one_until_there_was_time_to
     assert seen["kept"]
 
 
-async def test_usage_is_taken_from_the_stream_and_consumer_that_were_made_again(
-    bus: Bus, nats_server: NatsServer, tmp_path: Path
-) -> None:
+async def taking_usage(bus: Bus) -> tuple[list[str], asyncio.Task[None]]:
+    """Take usage of the stream. Returns the requests taken, the request `before` among them, and the taking task."""
     taken: list[str] = []
 
     async def take() -> None:
@@ -115,6 +115,13 @@ async def test_usage_is_taken_from_the_stream_and_consumer_that_were_made_again(
     taking = asyncio.create_task(take())
     await bus.publish_usage(usage("before"))
     await soon(lambda: taken == ["before"])
+    return taken, taking
+
+
+async def test_usage_is_taken_from_the_stream_and_consumer_that_were_made_again(
+    bus: Bus, nats_server: NatsServer, tmp_path: Path
+) -> None:
+    taken, taking = await taking_usage(bus)
     await restarted_empty(nats_server, bus, tmp_path)
     async with asyncio.timeout(20):
         while True:
@@ -161,7 +168,7 @@ async def test_a_lease_of_this_moment_is_not_taken_for_deleted_by_a_look_at_the_
 
     await looked()
     assert seen[wire.LEASES, "k"] and seen[wire.MODELS, "k"] is None
-    await asyncio.sleep(bus_module.LEASE_TTL_S)
+    await asyncio.sleep(LEASE_TTL_S)
     await looked()
     assert seen[wire.LEASES, "k"] is None
 
@@ -171,16 +178,7 @@ async def test_a_ledger_whose_consumer_has_no_leader_for_a_while_takes_usage_aga
 ) -> None:
     """The servers of a cluster answer no question about a consumer that lost its leader: here the question times out
     once, in the middle of making the subscription anew."""
-    taken: list[str] = []
-
-    async def take() -> None:
-        async for batch in bus.usage_batches("ledger", 100):
-            await batch.ack()
-            taken.extend(usage.request for usage in batch.usages)
-
-    taking = asyncio.create_task(take())
-    await bus.publish_usage(usage("before"))
-    await soon(lambda: taken == ["before"])
+    taken, taking = await taking_usage(bus)
     asked, subscribe = 0, bus._js.pull_subscribe
 
     async def late_once(*arguments: object, **named: object) -> object:
