@@ -1,8 +1,10 @@
 // Exceptions inside the library; api.cpp turns an exception into a code and a sentence.
 #pragma once
-#include <sstream>
+#include <cstdint>
+#include <cstdio>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "staccato_memory.h"
 
@@ -13,11 +15,27 @@ struct Error : std::runtime_error {
     int code;
 };
 
+// No streams: where libstdc++ is linked statically, and the process has another libstdc++ as well, streams of the two mix.
+template <typename Part>
+std::string word(const Part& part) {
+    if constexpr (std::is_floating_point_v<Part>) {
+        char number[32];
+        std::snprintf(number, sizeof number, "%g", static_cast<double>(part));
+        return number;
+    } else if constexpr (std::is_same_v<Part, void*>) {
+        char address[32];
+        std::snprintf(address, sizeof address, "%p", part);
+        return address;
+    } else if constexpr (std::is_arithmetic_v<Part>) {
+        return std::to_string(part);
+    } else {
+        return part;
+    }
+}
+
 template <typename... Parts>
 std::string text(const Parts&... parts) {
-    std::ostringstream stream;
-    (stream << ... << parts);
-    return stream.str();
+    return (std::string() + ... + word(parts));
 }
 
 template <typename... Parts>
