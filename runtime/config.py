@@ -81,6 +81,8 @@ class RuntimeSettings(BaseSettings):
     prefix_ttl_s: Annotated[float, Field(gt=0)] = 900.0  # time after its last use until such a block is forgotten
     # With a GPU, the most bytes of the host cache that are registered with its driver (pinned) at a time; 0: no limit.
     cache_pinned: ByteSize = ByteSize(0)
+    # With a GPU, the most requests of a decode step that is replayed from a CUDA graph; 0: every step is eager.
+    cuda_graphs: Annotated[int, Field(ge=0, le=512)] = 0
     numa_node: int = -1  # node of the host whose processors and memory are next to the GPU; -1: any
     host_cache_fd: int = -1  # host cache file shared by the runtimes of a node; -1: the runtime has a private cache
     disk_cache: ByteSize = ByteSize(0)  # bound on images of models on disk; 0: images are not kept on disk

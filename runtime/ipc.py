@@ -42,16 +42,17 @@ class Began(msgspec.Struct, frozen=True):
     pool_percent: int = 0  # of the device's memory for the pool, in place of `pool_bytes`; 0: `pool_bytes` says it
     numa_node: int = -1  # node of the host next to the GPU; -1: any
     prefixes: tuple[int, float] = (0, 0.0)  # bound on blocks of ended requests in the host cache, seconds they last
+    cuda_graphs: int = 0  # most requests of a decode step that a GPU replays from a CUDA graph; 0: every step is eager
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]
 
     @property
-    def memory(self) -> tuple[int, int, int, tuple[int, ...], int, int, int, tuple[str, int], tuple[int, float]]:
+    def memory(self) -> tuple[int, int, int, tuple[int, ...], int, int, int, tuple[str, int], tuple[int, float], int]:
         """Arguments of the builder, runtime/engine/builder.py."""
         of_host = self.host_bytes, self.host_fd, self.load_helpers, self.pinned_bytes
         disk = self.disk_folder, self.disk_bytes
-        return self.pool_bytes, *of_host, self.numa_node, self.pool_percent, disk, self.prefixes
+        return self.pool_bytes, *of_host, self.numa_node, self.pool_percent, disk, self.prefixes, self.cuda_graphs
 
     @staticmethod
     def of(argument: str) -> Began:

@@ -42,6 +42,7 @@ from runtime.core.host_index import RunState
 from runtime.engine import ranks
 from runtime.engine.golden import Golden
 from runtime.engine.moving import MovingScheduler
+from runtime.engine.runner import graph_settings
 from runtime.engine.vllm import VllmEngine, chain, clean_up_after, first_line
 from runtime.engine.worker import Building, building, pause
 from runtime.memory import numa, outside
@@ -119,6 +120,7 @@ class Builder:
         disk: folder of images on disk, and the bound on their bytes; an empty folder's name: there are none.
         prefixes: bound on the blocks of ended requests in the host cache, in bytes, and the seconds until an unused
             block goes; 0 bytes: none are kept.
+        graphs: on a GPU, the most requests of a decode step that is replayed from a CUDA graph; 0: no graphs.
         lazy: a page of the pool gets memory when first used; for a process that builds no more than an image."""
 
     def __init__(
@@ -132,6 +134,7 @@ class Builder:
         pool_percent: int = 0,
         disk: tuple[str, int] = ("", 0),
         prefixes: tuple[int, float] = (0, 0.0),
+        graphs: int = 0,
         lazy: bool = False,
     ) -> None:
         numa.bind(numa_node)
@@ -144,11 +147,14 @@ class Builder:
         self.images = Images.create(host_bytes, kept) if host_fd < 0 else Images.open(host_fd, kept)
         if backend is Backend.CUDA:
             self.images.pin_for(self.device)
+            ones = torch.ones(16, 16, device="cuda")
+            ones @ ones  # cuBLAS takes its workspace, 32 MiB on Hopper, which belongs to no model
         self.images.below = self._disk = DiskCache.at(*disk)
         self.prefixes = HostPrefixes(self.images, *prefixes)
         self._image_bytes: dict[ImageKey, int] = {}  # of images that were made, or did not fit
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
         self.life, self.block_tokens = self.images.life, 0
+        self._graphs = graphs if backend is Backend.CUDA else 0
         # A second process would need memory of the GPU, which the pool has nearly all of.
         self.makes_images_beside = backend is Backend.HOST
 
@@ -282,6 +288,7 @@ class Builder:
         try:
             engine = self._core(spec, now, IMAGE_FORMAT, more)
             engine.take_in()
+            engine.capture_empty()
         except BaseException:
             image.release()
             raise
@@ -325,7 +332,7 @@ class Builder:
         """Settings of vLLM that depend on the device."""
         if self.device.backend is Backend.HOST:
             return {}
-        return outside.settings(Path(spec.path), torch.cuda.mem_get_info()[1])
+        return outside.settings(Path(spec.path), torch.cuda.mem_get_info()[1]) | graph_settings(self._graphs)
 
 
 @register_model_loader(IMAGE_FORMAT)

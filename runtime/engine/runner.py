@@ -1,17 +1,23 @@
-"""vLLM's model runner for CPUs, extended to continue requests begun elsewhere.
+"""vLLM's model runners: the runner for CPUs, extended to continue requests begun elsewhere, and a GPU runner's graphs.
 
-vLLM's newer runner, for GPUs, needs no extension: the scheduler sends the runner all tokens of every returning request,
-and the random number for a token follows from the seed and the token's position alone.
+vLLM's newer runner, for GPUs, continues such requests as it is: the scheduler sends the runner all tokens of every
+returning request, and the random number for a token follows from the seed and the token's position alone.
+
+CUDA graphs: vLLM's own manager captures decode steps and replays the graphs. A graph holds addresses, and the addresses
+of weights and KV cache stay while the engine lives, so a graph outlives pages that leave and come back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
+from vllm.v1.worker import workspace
 from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -106,3 +112,67 @@ class PooledRunner(CPUModelRunner):
             else:
                 self.input_batch.generators[index] = state.generator
         return correct
+
+
+# ── CUDA graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def graph_settings(batch_most: int) -> dict[str, Any]:
+    """vLLM's settings for graphs of decode steps with at most `batch_most` requests; 0: every step is eager.
+
+    Steps that compute prompts stay eager. Nothing is compiled: vLLM's graphs of decode steps need no torch.compile."""
+    if batch_most == 0:
+        return {"enforce_eager": True}
+    sizes = [1 << power for power in range(batch_most.bit_length()) if 1 << power <= batch_most]
+    compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+    # vLLM's warm-up of compiled kernels runs real requests, and no memory lies below the KV cache yet.
+    return {
+        "enforce_eager": False,
+        "compilation_config": compilation,
+        "kernel_config": {"enable_jit_warmup": False},
+    }
+
+
+class DecodeGraphs:
+    """CUDA graphs of an engine's decode steps. An engine on a CPU, or with eager steps, has none."""
+
+    def __init__(self, runner: Any) -> None:
+        manager = getattr(runner, "cudagraph_manager", None)
+        self._runner, self._manager = runner, manager if manager is not None and manager.needs_capture() else None
+        self._scratch: object = None
+
+    @property
+    def wanted(self) -> bool:
+        return self._manager is not None
+
+    @property
+    def captured(self) -> bool:
+        return self._manager is not None and bool(self._manager.graphs)
+
+    def capture(self) -> None:
+        """Capture the graphs, if the engine is to have any. Weights and the first block of KV cache must have memory
+        at the final addresses: vLLM runs each step before the capture."""
+        if self._manager is not None:
+            self._runner.capture_model()
+            # Each engine brings a new manager of scratch memory; graphs use the scratch memory of their own engine.
+            self._scratch = workspace._manager
+            torch.cuda.synchronize()  # the memory lent for the capture is taken back next
+
+    @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """Within the context, every step is eager: Python of a model's layers runs in eager steps alone."""
+        if self._manager is None:
+            yield
+            return
+        before = self._manager._graphs_captured
+        self._manager._graphs_captured = False
+        try:
+            yield
+        finally:
+            self._manager._graphs_captured = before
+
+    def drop(self) -> None:
+        """Free the graphs for good: from now on every step is eager."""
+        if self._manager is not None:
+            self._manager.release_graphs()
+            self._manager, self._scratch = None, None

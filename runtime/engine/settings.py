@@ -52,7 +52,6 @@ def engine_args(spec: EngineSpec, load_format: str = "safetensors", **more: Any)
         reasoning_parser=spec.reasoning_parser,
         load_format=load_format,
         trust_remote_code=False,
-        enforce_eager=True,
         async_scheduling=False,  # a step is a step: nothing may be in flight when the turn ends
         enable_prefix_caching=True,
         disable_log_stats=True,
@@ -61,5 +60,5 @@ def engine_args(spec: EngineSpec, load_format: str = "safetensors", **more: Any)
         language_model_only=bool(spec.language_model_only),
         # vLLM's front half would leave out pictures that its engine has seen: here a request may go to any runtime.
         mm_processor_cache_gb=0,
-        **more,
+        **({"enforce_eager": True} | more),
     )

@@ -35,6 +35,7 @@ from runtime.engine.blocks import Prefixes
 from runtime.engine.golden import Golden
 from runtime.engine.grammars import GrammarReader
 from runtime.engine.moving import MovingScheduler
+from runtime.engine.runner import DecodeGraphs
 from runtime.engine.worker import Home, as_tensor
 from runtime.memory.arriving import ArrivingImage
 from runtime.memory.disk import TornImage
@@ -63,6 +64,7 @@ class VllmEngine:
         self._core, self._scheduler = core, core.scheduler
         self._images, self._worker = images, core.model_executor.driver_worker.worker
         self._model = self._worker.model_runner.model
+        self._graphs = DecodeGraphs(self._worker.model_runner)
         self.home, self.kv = home, kv
         self.weights = Weights(home.reservation, home.used, images.cache)
         self._scheduler.take_over(kv, images)
@@ -318,7 +320,7 @@ class VllmEngine:
         self.weights.image, self.key, self._golden = image, key, golden
         self.home.forget_old()
         self.home.settle()
-        if left := self.home.strays():
+        if left := self.home.left:
             log.warning("engine.strays", blocks=len(left), bytes=sum(left.values()), largest=next(iter(left.values())))
         if sequential:
             self.sequential, self._scheduler.max_num_active_reqs = True, 1
@@ -339,10 +341,15 @@ class VllmEngine:
         if self._activations == 1:  # not each time: last positions double the cost, and tables move with the weights
             asked.append((" at its last positions", self._golden.last, self._say_last))
         for where, before, say in asked:
-            with golden.pausing(self._model):
+            with golden.pausing(self._model), self._graphs.put_aside():
                 said = say()
             if said != before:
                 return self._quarantine(f"it says {said}{where} where it said {before} when it was read from its files")
+        if self._activations == 1 and self._graphs.captured and not self._graphs_agree():
+            log.warning(
+                "engine.graphs_dropped", detail="steps replayed from CUDA graphs say otherwise than eager steps"
+            )
+            self._graphs.drop()
         return None
 
     def stray_bytes(self) -> int:
@@ -350,13 +357,24 @@ class VllmEngine:
         home = range(self.home.reservation.address, self.home.reservation.address + self.home.reservation.bytes)
         tensors = (tensor for tensor in (*self._model.parameters(), *self._model.buffers()) if tensor.numel())
         seen = int(sum(tensor.nbytes for tensor in tensors if tensor.data_ptr() not in home))
-        return seen + sum(self.home.strays().values())
+        return seen + sum(self.home.left.values())
 
     def take_in(self) -> None:
         """Move the model's tensors into the reservation; the addresses stay fixed while the engine lives."""
         self.home.take_in()
+        if self.home.reservation.device.backend is Backend.CUDA:
+            torch.cuda.synchronize()  # the memory may be taken back next, and the device still copies
         self.weights = Weights(self.home.reservation, self.home.used, self._images.cache)
         self.weights_pages = self.weights.pages
+
+    def capture_empty(self) -> None:
+        """Capture CUDA graphs, if the engine is to have any, around weights that are still in the image."""
+        self.home.forget_old()
+        self.home.note_left()
+        if self._graphs.wanted:
+            as_tensor(self.home.reservation, 0, self.home.used).zero_()  # no number may lead a kernel astray
+            with self._lent():
+                self._graphs.capture()
 
     def prove_built(self) -> tuple[Golden, bool]:
         """Ask the model as vLLM built the model, move the model's tensors, and ask again, all in lent memory.
@@ -382,7 +400,10 @@ class VllmEngine:
                     f"the model says {elsewhere} once its KV cache lies in other blocks, and {built.first} otherwise: "
                     "part of a request's state is kept outside the blocks, and would be lost when the request is parked"
                 )
-            return built, not ranks.all_say(self._agrees_with_itself)
+            agrees = ranks.all_say(self._agrees_with_itself)
+            self.home.note_left()
+            self._graphs.capture()
+            return built, not agrees
 
     @contextmanager
     def _lent(self) -> Iterator[None]:
@@ -445,6 +466,13 @@ class VllmEngine:
         together = golden.ask(self._core, [self._question_id() for _ in range(golden.BATCH)])
         return not any(golden.disagrees(alone, said, tie) for said in together)
 
+    def _graphs_agree(self) -> bool:
+        """Whether steps replayed from CUDA graphs answer as eager steps do."""
+        with self._graphs.put_aside():
+            (eager,) = golden.ask(self._core, [self._question_id()], golden.LIKELIEST)
+        (replayed,) = golden.ask(self._core, [self._question_id()], golden.LIKELIEST)
+        return not golden.disagrees(eager, replayed, golden.tie(self._core.vllm_config.model_config.dtype))
+
     def _quarantine(self, wrong: str) -> str:
         self._images.discard(self.key)
         return wrong
@@ -484,6 +512,7 @@ class VllmEngine:
         self._scheduler.wait_all_out()
         if self._prefixes is not None:
             self._prefixes.close()
+        self._graphs.drop()
         core, self._core = self._core, None  # type: ignore[assignment]
         core.structured_output_manager.clear_backend()
         core.scheduler.shutdown()
@@ -495,6 +524,7 @@ class VllmEngine:
             vars(module).pop("cpu_linear", None)
         self.home.runner_tensors = list  # the function holds the worker, and thus the model
         del module, core, self._scheduler, self._blocks, self._worker, self._model, self._grammars, self._prefixes
+        del self._graphs
         gc.collect()  # the core is a cycle of objects; see `freeze_heap` in builder.py
         self.kv.reservation.release()
         self.weights.close()

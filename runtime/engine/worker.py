@@ -203,6 +203,16 @@ class PooledWorker(Worker):
             assert isinstance(self.model_runner, PooledRunner)
             self.model_runner.number_pages(pages)
 
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's warm-up without graphs: graphs are captured later, once the weights lie at their final addresses."""
+        if current_platform.is_cpu():
+            return super().compile_or_warm_up_model()
+        self.model_runner.capture_model = lambda: 0
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            del self.model_runner.capture_model
+
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager[Any]:
         return _KvAllocation(building.get().kv) if tag == "kv_cache" else contextlib.nullcontext()
 
@@ -278,6 +288,7 @@ class Home:
         self._old: list[torch.UntypedStorage] = []  # overwritten storages of moved tensors
         self._before = self._live()  # blocks of torch's allocator from before the model
         self.runner_tensors: Callable[[], list[torch.Tensor]] = list  # finds tensors that stay outside on purpose
+        self.left: dict[int, int] = {}  # what `note_left` found
 
     def place(self, size: int) -> int:
         """Allocate `size` bytes; returns the offset. Raises EngineError if the reservation is too small."""
@@ -363,11 +374,13 @@ class Home:
                 pause()
                 self._leave_behind(self._move(tensors))
 
-    def strays(self) -> dict[int, int]:
-        """Blocks of torch's allocator that the model took and still holds outside this home: bytes by address. Without
-        a GPU none is known: torch's allocator for CPUs tells nothing."""
+    def note_left(self) -> None:
+        """Note blocks of torch's allocator that the model took and still holds outside this home: bytes by address.
+
+        To be called before graphs are captured, which take memory of their own. Without a GPU no block is known:
+        torch's allocator for CPUs tells nothing."""
         kept = [tensor.data_ptr() for tensor in self.runner_tensors()] if self._before is not None else []
-        return outside.strays(self._before or {}, self._live() or {}, kept)
+        self.left = outside.strays(self._before or {}, self._live() or {}, kept)
 
     def _live(self) -> dict[int, int] | None:
         if self.reservation.device.backend is native.Backend.HOST:

@@ -17,6 +17,7 @@ LARGE_BYTES, LARGE, SMALL = 70 << 30, (1024, 8192), (256, 2048)
 # this part of the GPU's memory: a hundred engines take a tenth.
 COUNTS_PART, COUNT_BYTES, REQUESTS_LEAST = 1024, 4, 64
 WORKSPACE_BYTES = 1 << 30  # for products of matrices, activations and graphs, of all engines together
+NO_POOL = (0, 0)  # the allocator's name for memory that belongs to no private pool
 STRAY_LEAST = 1 << 20  # bytes: smaller blocks are parts of torch's own and of kernels
 
 
@@ -47,10 +48,13 @@ def _vocabulary(folder: Path) -> int:
 
 
 def live_blocks(snapshot: Iterable[Mapping[str, Any]]) -> dict[int, int]:
-    """Blocks in use of torch's allocator: bytes by address. `snapshot`: answer of torch.cuda.memory_snapshot."""
+    """Blocks in use of torch's allocator: bytes by address. The pool of CUDA graphs is left out: graphs own its blocks.
+
+    `snapshot`: answer of torch.cuda.memory_snapshot."""
     return {
         int(block["address"]): int(block["size"])
         for segment in snapshot
+        if tuple(segment.get("segment_pool_id", NO_POOL)) == NO_POOL
         for block in segment["blocks"]
         if str(block["state"]).startswith("active")
     }

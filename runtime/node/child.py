@@ -83,6 +83,7 @@ class DeviceChild:
             disk_bytes=int(settings.disk_cache),
             numa_node=settings.numa_node,
             prefixes=settings.prefixes,
+            cuda_graphs=settings.cuda_graphs,
         )
         fds = [fd, self._host_cache, self._stepping_fd]
         return await _started(self._command, began.arguments(), settings, fds, self._forks)

@@ -93,8 +93,10 @@ class ReachedFirstKernel(Exception):
         self.scheduled = scheduled
 
 
-def first_golden_answer() -> str:
-    """Build the toy of the self-check over the stand-in driver, until vLLM would run the first kernel."""
+def first_golden_answer(graphs: int) -> str:
+    """Build the toy of the self-check over the stand-in driver, until vLLM would run the first kernel.
+
+    `graphs`: most requests of a decode step with a CUDA graph; 0: every step is eager."""
     from vllm.platforms import current_platform
 
     from runtime.core.engine import EngineError
@@ -111,7 +113,7 @@ def first_golden_answer() -> str:
         mock.patch.object(type(current_platform), "dist_backend", "gloo"),  # NCCL wants a GPU
         mock.patch.object(worker.PooledWorker, "execute_model", execute, create=True),
     ):
-        build = Builder(POOL_PAGES * PAGE_BYTES, HOST_BYTES)
+        build = Builder(POOL_PAGES * PAGE_BYTES, HOST_BYTES, graphs=graphs)
         try:
             with tempfile.TemporaryDirectory() as folder:
                 build.build(toy(Path(folder), "cuda"), skip_tokenizer_init=True)
@@ -135,7 +137,8 @@ def main() -> int:
         step(
             f"import runtime.engine.{name}", lambda name=name: importlib.import_module(f"runtime.engine.{name}") and ""
         )
-    step("the first golden answer is scheduled", first_golden_answer)
+    step("the first golden answer is scheduled", lambda: first_golden_answer(graphs=0))
+    step("the same with settings for CUDA graphs", lambda: first_golden_answer(graphs=8))
     print("FAIL: " + ", ".join(failed) if failed else "PASS")
     return int(bool(failed))
 

@@ -19,7 +19,8 @@ print(int(torch.arange(1000, device="cuda").sum()))
 async def test_processes_forked_one_after_another_use_the_gpu(torch: Any, tmp_path: Path) -> None:
     (tmp_path / "sums.py").write_text(CODE)
     ours, theirs = client.sockets()
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"} | client.VARIABLES
+    paths = os.pathsep.join(filter(None, (str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    environment = os.environ | {"PYTHONPATH": paths} | client.VARIABLES
     command = client.server_command(theirs.fileno())
     server = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
     try:
