@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.gpu import bench_engine
+from tests.bench.gpu import all as gpu_benches
 from tests.conftest import ROOT
 
 
@@ -19,23 +20,25 @@ def test_without_a_gpu_every_bench_fails_and_says_why() -> None:
         assert ran.returncode != 0 and ("no GPU answers" in ran.stderr or "No module named 'cupy'" in ran.stderr), bench
 
 
-def test_without_a_vllm_for_gpus_the_bench_of_engines_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_part_that_takes_too_long_is_a_failure_that_keeps_its_answers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(bench_engine, "emit_conditions", lambda: None)
-    assert bench_engine.main() == 1
-    assert "not built for CUDA" in capsys.readouterr().out
-
-
-def test_a_question_that_takes_too_long_is_a_failure_that_keeps_its_answers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    bench = tmp_path / "tests/bench/runtime/bench_slow.py"
-    bench.parent.mkdir(parents=True)
-    bench.write_text("import time\nprint('first answer', flush=True)\ntime.sleep(60)\n")
-    monkeypatch.setattr(bench_engine, "ROOT", tmp_path)
+    slow = [sys.executable, "-c", "import time; print('first answer', flush=True); time.sleep(60)"]
+    monkeypatch.setitem(gpu_benches.PARTS, "slow", gpu_benches.Part(slow, 2, "slow.txt"))
     began = time.monotonic()
-    assert not bench_engine.answered("slow", limit_s=5)
+    assert gpu_benches.main(tmp_path, ["slow"]) == 1
     assert time.monotonic() - began < 50
-    said = capsys.readouterr().out
-    assert "timed_out_s" in said and "first answer" in said
+    assert (tmp_path / "slow.txt").read_text() == "first answer\n"
+    assert "failed" in (tmp_path / "summary.txt").read_text()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_bench_of_engines_answers_every_question_of_tiny_models(tmp_path: Path) -> None:
+    command = [sys.executable, "tests/bench/gpu/bench_shapes.py", "tiny", "tiny"]
+    told = {"STACCATO_BENCH_MODELS": str(tmp_path), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    ran = subprocess.run(command, cwd=ROOT, env=told, capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]
+    answers = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    asked = [answer["measure"] for answer in answers]
+    assert asked == ["self-check", *["build"] * 2, *["cold", "park"] * 2, *["turns"] * 2, "end"]
+    assert answers[-1]["failed"] == [] and answers[-1]["pages_free"] == answers[-1]["pages_total"]

@@ -1,17 +1,21 @@
 """The one command for a GPU machine: `python tests/bench/gpu/all.py OUT_DIR [PART ...]`.
 
-Without a part it runs every part but `engine`.
+Without a part every part runs.
 
-The machine needs a GPU with its driver, Python 3.11, a C++ compiler, nvcc, pytest, hypothesis, torch, cupy, and a
-checkout of the repository, nothing else of Staccato. A part is a process with a time limit; the part's output goes to
-the terminal and to OUT_DIR. A failed part stops no further part, but makes the exit status 1. On an H100 or H200
-expect, at most 10 minutes:
+The machine needs a GPU with its driver, Python 3.11, a C++ compiler, nvcc, and a checkout of the repository. `build`,
+`tests`, `driver_calls` and `scale_up` need pytest, hypothesis, torch and cupy besides, the other parts everything that
+Staccato needs on a machine with a GPU. A part is a process with a time limit; the part's output goes to the terminal
+and to OUT_DIR. A failed part stops no further part, but makes the exit status 1. On an H100 expect:
 
-  build          30 s   the memory library, and its view of the driver beside NVIDIA's headers
+  build          10 s   the memory library, and its view of the driver beside NVIDIA's headers
   tests          60 s   tests/gpu
   driver_calls   90 s   A the price of the driver's calls, B behind a running kernel, C beside launches
-  scale_up      120 s   D pinned memory and the link, E an image of 15 GiB back from the cache
-  engine        300 s   F vLLM over the pool; only if named, and only with a vLLM of the runtime's version
+  scale_up       60 s   D pinned memory and the link, E an image of 15 GiB back from the cache
+  shapes         60 s   F engines of two models of 0.6 B: build, cold start, parking, turns
+  shapes_8b      90 s   the same of a model of 8 B
+  hot           210 s   G a hot model beside vLLM as shipped and eager
+  sleep          90 s   H vLLM's own sleep mode
+  served         80 s   I the whole platform: `staccato up`, streams over HTTP
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[3]
+GRAPHS = "64"  # most requests of a step with a CUDA graph
 
 
 class Part(NamedTuple):
@@ -34,8 +39,8 @@ class Part(NamedTuple):
     output: str
 
 
-def bench(name: str, limit_s: int) -> Part:
-    return Part([sys.executable, f"tests/bench/gpu/bench_{name}.py"], limit_s, f"{name}.jsonl")
+def bench(name: str, limit_s: int, *arguments: str) -> Part:
+    return Part([sys.executable, f"tests/bench/gpu/bench_{name}.py", *arguments], limit_s, f"{name}.jsonl")
 
 
 # The repository's pytest settings name plugins missing on the machine.
@@ -49,6 +54,8 @@ TESTS = [
     str(ROOT),
     "-p",
     "no:cacheprovider",
+    "-o",
+    "asyncio_mode=auto",
     "-rs",
     "-v",
 ]
@@ -57,9 +64,12 @@ PARTS = {
     "tests": Part([*TESTS, "tests/gpu"], 110, "tests.txt"),
     "driver_calls": bench("driver_calls", 120),
     "scale_up": bench("scale_up", 220),
-    "engine": bench("engine", 500),
+    "shapes": bench("shapes", 240, "--graphs", GRAPHS, "0.6B", "0.6B"),
+    "shapes_8b": Part(bench("shapes", 300, "--graphs", GRAPHS, "8B").command, 300, "shapes_8b.jsonl"),
+    "hot": bench("hot", 420),
+    "sleep": bench("sleep", 240),
+    "served": bench("served", 240),
 }
-UNASKED = [name for name in PARTS if name != "engine"]  # `engine` takes a machine call of its own
 
 
 def main(out: Path, names: list[str]) -> int:
@@ -67,7 +77,7 @@ def main(out: Path, names: list[str]) -> int:
     if unknown:
         sys.exit(f"there is no part {', '.join(unknown)}: the parts are {', '.join(PARTS)}")
     out.mkdir(parents=True, exist_ok=True)
-    lines = [carry_out(name, out) for name in names or UNASKED]
+    lines = [carry_out(name, out) for name in names or PARTS]
     summary = "".join(f"{line}\n" for line in lines)
     (out / "summary.txt").write_text(summary)
     print(summary, end="")
@@ -78,14 +88,16 @@ def carry_out(name: str, out: Path) -> str:
     """Run a part with its time limit; returns a line on the part's end."""
     part = PARTS[name]
     started = time.monotonic()
-    process = subprocess.Popen(part.command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    timer = threading.Timer(part.limit_s, os.killpg, (process.pid, signal.SIGKILL))  # ends the part with its children
-    timer.start()
-    with (out / part.output).open("w") as file:
+    with (
+        subprocess.Popen(part.command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process,
+        (out / part.output).open("w") as file,
+    ):
+        timer = threading.Timer(part.limit_s, os.killpg, (process.pid, signal.SIGKILL))  # with the part's children
+        timer.start()
         for line in process.stdout or ():
             print(line, end="", flush=True)
             file.write(line)
-    status = process.wait()
+        status = process.wait()
     timer.cancel()
     took = f"{time.monotonic() - started:.0f} s of {part.limit_s} s"
     return f"{name:14}ok      {took}" if status == 0 else f"{name:14}failed  {took}, exit status {status}"

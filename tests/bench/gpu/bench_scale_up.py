@@ -21,7 +21,7 @@ import cupy
 from runtime.memory.native import Backend, CacheMemory, DevicePool, Direction, Reservation, Segment
 from tests.bench.gpu.report import FOREVER, GIB, MIB, emit, emit_conditions, gb_s, seconds, spread
 
-PAGES_MIB = (2, 4, 8, 16, 32, 64, 128, 256)
+PAGES_MIB = (2, 32, 128)
 COPIES_MIB = (1, 2, 8, 32, 128, 512)
 PINNED_BYTES, LINK_BYTES = 2 * GIB, 4 * GIB
 PIN_ROUNDS = 3

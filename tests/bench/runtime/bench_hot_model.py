@@ -14,22 +14,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
 from runtime import ipc  # noqa: E402
-from store.contract.wire import Residency  # noqa: E402
+from store.contract.wire import EngineSpec, Residency  # noqa: E402
 from tests.bench.timing import load, milliseconds, one_thread, ratios  # noqa: E402
 
 BATCH, PROMPT_TOKENS = 8, 32
 KV_BYTES = 64 << 20
-POOL_BYTES, HOST_BYTES = (
-    256 << 20,
-    1 << 30,
-)  # the hot model's weights and KV cache, and room for a sleeper to be checked
+MEMORY = 256 << 20, 1 << 30  # pool and host cache: the hot model, its KV cache, and room for a sleeper to be checked
 SLEEPERS = 8
 SLEEPER_SHAPE: dict[str, Any] = dict(hidden=128, layers=2)
 PAIRS = 9
@@ -40,46 +38,54 @@ SHAPES: dict[str, dict[str, Any]] = {
 OUTPUT_TOKENS = {"small (0.6 M)": 256, "medium (27 M)": 64}
 
 
-def prompts() -> list[list[int]]:
-    return [[(7 * n + 3 * i) % 500 + 3 for i in range(PROMPT_TOKENS)] for n in range(BATCH)]
+AS_THE_RUNTIME: dict[str, Any] = dict(enforce_eager=True, kv_cache_memory_bytes=KV_BYTES, async_scheduling=False)
+AS_THE_RUNTIME |= dict(dtype="float32", max_model_len=512)
 
 
-def serve_bare(model: str) -> None:
-    """The child with vLLM's `LLM`: reads lines with a number of tokens, and answers with the seconds of a batch."""
+def prompts(batch: int) -> list[list[int]]:
+    return [[(7 * n + 3 * i) % 500 + 3 for i in range(PROMPT_TOKENS)] for n in range(batch)]
+
+
+class Batch(NamedTuple):
+    """A batch that was served: the time until the last token, and the tokens of each request, in order."""
+
+    seconds: float
+    tokens: list[list[int]]
+
+
+def serve_bare(model: str, settings: dict[str, Any]) -> None:
+    """The child with vLLM's `LLM`: reads lines with a number of tokens and of requests, and answers with a `Batch`."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
     import runtime.engine.settings  # noqa: F401  (the same environment)
 
-    llm = LLM(
-        model=model,
-        dtype="float32",
-        max_model_len=512,
-        enforce_eager=True,
-        kv_cache_memory_bytes=KV_BYTES,
-        async_scheduling=False,
-        disable_log_stats=True,
-        seed=0,
-    )
+    llm = LLM(model=model, disable_log_stats=True, seed=0, **settings)
     print("ready", flush=True)
     for salt, line in enumerate(sys.stdin):
-        tokens = int(line)
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        batch: Any = [{"prompt_token_ids": prompt, "cache_salt": str(salt)} for prompt in prompts()]
+        tokens, requests = json.loads(line)
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        batch: Any = [{"prompt_token_ids": prompt, "cache_salt": str(salt)} for prompt in prompts(requests)]
         started = time.perf_counter()
         outputs = llm.generate(batch, sampling, use_tqdm=False)
         seconds = time.perf_counter() - started
-        assert sum(len(output.outputs[0].token_ids) for output in outputs) == BATCH * tokens
-        print(seconds, flush=True)
+        said = [list(output.outputs[0].token_ids) for output in outputs]
+        assert all(len(one) == tokens for one in said)
+        print(json.dumps([seconds, said]), flush=True)
     os._exit(0)
 
 
 class Bare:
-    def __init__(self, model: Path) -> None:
-        command = [sys.executable, __file__, "--bare", str(model)]
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+    """vLLM's `LLM` in a child process.
+
+    `settings`: arguments of `LLM`; what they leave out is as vLLM ships it. `log`: what becomes of the child's log."""
+
+    def __init__(self, model: Path, settings: dict[str, Any], log: int | None = subprocess.DEVNULL) -> None:
+        command = [sys.executable, __file__, "--bare", str(model), json.dumps(settings)]
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+
+    def wait(self) -> None:
+        """Return when the child is ready for a batch."""
         while self._line() != "ready":
             pass
 
@@ -90,11 +96,11 @@ class Bare:
             raise RuntimeError("the child with vLLM's LLM ended: run it alone with --bare MODEL to see why")
         return line.strip()
 
-    def batch_s(self, tokens: int) -> float:
+    def batch(self, tokens: int, requests: int = BATCH) -> Batch:
         assert self._child.stdin is not None
-        self._child.stdin.write(f"{tokens}\n")
+        self._child.stdin.write(f"{json.dumps([tokens, requests])}\n")
         self._child.stdin.flush()
-        return float(self._line())
+        return Batch(*json.loads(self._line()))
 
     def close(self) -> None:
         assert self._child.stdin is not None
@@ -107,47 +113,53 @@ class Ours:
 
     def __init__(self, child: asyncio.subprocess.Process, end: ipc.NodeEnd) -> None:
         self._child, self._pipe, self._messages = child, end, end.messages()
-        self._stream = 0
+        self._stream, self._salt, self._model = 0, 0, ""
 
     @classmethod
-    async def start(cls, model: Path, sleepers: list[Path]) -> Ours:
-        from tests.runtime.engines import spec
+    async def start(
+        cls, model: EngineSpec, sleepers: Sequence[EngineSpec] = (), memory: tuple[int, int] = MEMORY, **more: Any
+    ) -> Ours:
+        """Start a device process with a model to be served, beside models that sleep.
 
+        `memory`: bytes of the pool and of the host cache. `more`: further settings of `ipc.Began`."""
         ours, theirs = ipc.pair()
         with theirs:
-            arguments = ipc.Began(theirs.fileno(), "round-robin", POOL_BYTES, HOST_BYTES).arguments()
+            arguments = ipc.Began(theirs.fileno(), "round-robin", *memory, **more).arguments()
             child = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "runtime.device", *arguments, pass_fds=[theirs.fileno()], cwd=ROOT
             )
         self = cls(child, await ipc.NodeEnd.open(ours))
-        for path in sleepers:
-            self._pipe.send(ipc.Place(spec(path, key=path.name)))
-            await self._until(path.name, Residency.RESIDENT)
-            self._pipe.send(ipc.Order(path.name, awake=False))
-            await self._until(path.name, Residency.STAGED)
-        self._pipe.send(ipc.Place(spec(model, key="m")))
+        for sleeper in sleepers:
+            self._pipe.send(ipc.Place(sleeper))
+            await self.until(sleeper.key, Residency.RESIDENT)
+            self._pipe.send(ipc.Order(sleeper.key, awake=False))
+            await self.until(sleeper.key, Residency.STAGED)
+        self._model = model.key
+        self._pipe.send(ipc.Place(model))
         return self
 
-    async def _until(self, model: str, residency: Residency) -> None:
-
+    async def until(self, model: str, residency: Residency) -> None:
         async for message in self._messages:
             if isinstance(message, ipc.State) and model in message.models:
                 if message.models[model].residency is residency:
                     return
         raise RuntimeError(f"the device process ended before {model} was {residency}")
 
-    async def batch_s(self, tokens: int) -> float:
+    async def batch(self, tokens: int, requests: int = BATCH) -> Batch:
         from store.contract.wire import Run
         from tests.runtime.engines import payload
 
-        runs = []
-        for prompt in prompts():  # the gateway's work, done in a separate process: not part of the runtime's loop
+        runs: list[Run] = []
+        self._salt += 1
+        for prompt in prompts(requests):  # the gateway's work, done elsewhere: not part of the runtime's loop
             self._stream += 1
-            data = payload(prompt, f"s{self._stream // BATCH}", temperature=0, max_tokens=tokens, ignore_eos=True)
+            data = payload(
+                prompt, f"s{self._salt}", temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
+            )
             run = Run(
                 gateway="g",
                 stream=self._stream,
-                model="m",
+                model=self._model,
                 request="",
                 attempt=1,
                 prompt_tokens=PROMPT_TOKENS,
@@ -159,20 +171,20 @@ class Ours:
         started = time.perf_counter()
         for run in runs:
             self._pipe.send(ipc.Start(run))
-        ended = made = 0
+        said: dict[int, list[int]] = {run.stream: [] for run in runs}
+        ended = 0
         async for message in self._messages:
             if isinstance(message, ipc.Made):
                 for delta in message.deltas["g"]:
-                    made += len(delta.tokens)
+                    said[delta.stream] += delta.tokens
                     ended += delta.finish is not None
-                if ended == BATCH:
+                if ended == requests:
                     break
         seconds = time.perf_counter() - started
-        assert made == BATCH * tokens
-        return seconds
+        assert all(len(one) == tokens for one in said.values())
+        return Batch(seconds, list(said.values()))
 
     async def close(self) -> None:
-
         self._pipe.send(ipc.Quit())
         await self._child.wait()
         self._pipe.close()
@@ -180,26 +192,30 @@ class Ours:
 
 async def measure(name: str, shape: dict[str, Any]) -> dict[str, object]:
     from deploy.demo.random_weights import write_random
+    from tests.runtime.engines import spec
 
     with tempfile.TemporaryDirectory() as folder:
         model = write_random(Path(folder) / "m", "llama", **shape)
         sleepers = [
             write_random(Path(folder) / f"s{n}", "llama", seed=n, **SLEEPER_SHAPE) for n in range(1, SLEEPERS + 1)
         ]
-        bare, ours, crowded = Bare(model), await Ours.start(model, []), await Ours.start(model, sleepers)
+        hot = spec(model, key="m")
+        bare, ours = Bare(model, AS_THE_RUNTIME), await Ours.start(hot)
+        crowded = await Ours.start(hot, [spec(path, key=path.name) for path in sleepers])
+        bare.wait()
         tokens, rounds = OUTPUT_TOKENS[name], []
         for n in range(PAIRS + 2):
             if n % 2:
                 crowded_s, ours_s, bare_s = (
-                    await crowded.batch_s(tokens),
-                    await ours.batch_s(tokens),
-                    bare.batch_s(tokens),
+                    (await crowded.batch(tokens)).seconds,
+                    (await ours.batch(tokens)).seconds,
+                    bare.batch(tokens).seconds,
                 )
             else:
                 bare_s, ours_s, crowded_s = (
-                    bare.batch_s(tokens),
-                    await ours.batch_s(tokens),
-                    await crowded.batch_s(tokens),
+                    bare.batch(tokens).seconds,
+                    (await ours.batch(tokens)).seconds,
+                    (await crowded.batch(tokens)).seconds,
                 )
             if n >= 2:  # every process is warm
                 rounds.append((bare_s / tokens, ours_s / tokens, crowded_s / tokens))
@@ -225,6 +241,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--bare"]:
-        serve_bare(sys.argv[2])
+        serve_bare(sys.argv[2], json.loads(sys.argv[3]))
     else:
         main()
