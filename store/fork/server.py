@@ -247,9 +247,10 @@ def unfit() -> str | None:
     A fork has the forking thread alone, so a second thread's locks would stay locked; and a fork has no GPU, if the
     process has begun with the GPU.
     """
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    if threads > 1:
-        return f"the imported modules have started {threads - 1} threads"
+    others = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
+    if others:
+        names = ", ".join(sorted({(task / "comm").read_text().strip() for task in others}))
+        return f"the imported modules have started {len(others)} threads ({names})"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "the imported modules have begun with the GPU"
