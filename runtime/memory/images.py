@@ -141,10 +141,10 @@ class ImageTier(Protocol):
 class Images:
     """A runtime's access to the host cache. Thread-safe; close when no transfer uses the cache any more."""
 
-    def __init__(self, cache: CacheMemory, kept_bytes: int = 0) -> None:
+    def __init__(self, cache: CacheMemory, kept_bytes: int = 0, kept_together: int = 0) -> None:
         self.cache = cache
         self.below: ImageTier | None = None
-        self._kept_bytes = kept_bytes  # most memory for parked blocks kept while empty
+        self._kept_bytes, self._kept_together, self._members = kept_bytes, kept_together, 1  # see `create`
         self._empty: dict[int, tuple[Slabs, Extent]] = {}  # empty extents by offset, the longest empty first
         self.pinned = NothingPinned()
         self._locks = IndexLocks(cache.fd)
@@ -157,23 +157,27 @@ class Images:
             self.life = index.begin(self.member)
 
     @classmethod
-    def create(cls, cache_bytes: int, kept_bytes: int = 0) -> Images:
+    def create(cls, cache_bytes: int, kept_bytes: int = 0, kept_together: int = 0) -> Images:
         """Make a new cache; other processes open the cache by `fd`.
 
         Args:
             cache_bytes: the most bytes of the cache, the index included; rounded down to whole folios.
-            kept_bytes: memory for parked requests is dear to get, so up to `kept_bytes` are kept while empty."""
+            kept_bytes: memory for parked requests is dear to get, so up to `kept_bytes` are kept while empty.
+            kept_together: where a GPU's driver registers the memory besides, which takes 0.2 s for each GiB, all
+                runtimes of the cache keep up to `kept_together` bytes in equal parts, if that is more."""
         size = cache_bytes // FOLIO_BYTES * FOLIO_BYTES
         if size <= INDEX_BYTES:
             raise ValueError(
                 f"a host cache of {cache_bytes} bytes holds nothing: set STACCATO_HOST_CACHE to "
                 f"{_mib(INDEX_BYTES + FOLIO_BYTES)} MiB or more"
             )
-        return cls(_begin(CacheMemory(size)), kept_bytes)
+        return cls(_begin(CacheMemory(size)), kept_bytes, kept_together)
 
     @classmethod
-    def open(cls, fd: int, kept_bytes: int = 0) -> Images:
+    def open(cls, fd: int, kept_bytes: int = 0, kept_together: int = 0) -> Images:
         """Open the cache of another process, or begin a cache in a file of zeroes. The caller closes `fd` later.
+
+        `kept_bytes` and `kept_together`: see `create`.
 
         Raises HostCacheMismatch."""
         size = os.fstat(fd).st_size // FOLIO_BYTES * FOLIO_BYTES
@@ -189,7 +193,7 @@ class Images:
             if found == _BLANK:
                 _begin(cache)
         locks.close()
-        return cls(cache, kept_bytes)
+        return cls(cache, kept_bytes, kept_together)
 
     @property
     def fd(self) -> int:
@@ -402,9 +406,10 @@ class Images:
         return ranges
 
     def keep_empty(self, slabs: Slabs, extent: Extent) -> None:
-        """Keep an empty extent; the extents empty for longest go if more than `kept_bytes` are kept."""
+        """Keep an empty extent; the extents empty for longest go if more is kept than `create` allows."""
         self._empty[extent.offset] = slabs, extent
-        while self._empty and sum(old.bytes for _, old in self._empty.values()) > self._kept_bytes:
+        most = max(self._kept_bytes, self._kept_together // self._members)
+        while self._empty and sum(old.bytes for _, old in self._empty.values()) > most:
             slabs, oldest = self._empty.pop(next(iter(self._empty)))
             slabs.lose(oldest)
             self.release(oldest.offset)
@@ -431,6 +436,7 @@ class Images:
             before = index.runs
             index.forget([m for m in index.members if m != self.member and not self._locks.taken(MEMBER_LOCKS + m)])
             yield index
+            self._members = max(1, len(index.members))
             _write_index(self._view, index)
             kept = {id(run) for run in index.runs}
             for run in before:

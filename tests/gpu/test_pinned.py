@@ -150,6 +150,28 @@ def test_room_that_is_about_to_be_free_is_waited_for(images: Images) -> None:
     making.abandon()
 
 
+def test_memory_of_parked_blocks_stays_registered_within_the_share_of_a_runtime(device: DevicePool) -> None:
+    """A registration is dearer than the copy: the second park of a batch must find the memory of the first."""
+    images = Images.create(INDEX_BYTES + ROOM, kept_bytes=FOLIO_BYTES, kept_together=8 * FOLIO_BYTES)
+    images.pin_for(device)
+    slabs = Slabs(images, FOLIO_BYTES)
+    for _ in range(3):
+        blocks = slabs.take(6)
+        assert blocks is not None
+        device.await_pins(SOON_S)
+        slabs.free(blocks)
+        images.pinned.settle()
+        assert device.stats().pinned_bytes == 6 * FOLIO_BYTES
+    other = Images.open(images.fd)  # a second runtime halves the share
+    blocks = slabs.take(6)
+    assert blocks is not None
+    images.stats()
+    slabs.free(blocks)
+    soon(device, 0)
+    other.close()
+    images.close()
+
+
 def test_parked_blocks_are_registered_with_their_memory(device: DevicePool, images: Images) -> None:
     slabs = Slabs(images, FOLIO_BYTES)
     blocks = slabs.take(4)
