@@ -1,11 +1,10 @@
 """A hot model in the device process, eager and from CUDA graphs, beside vLLM's `LLM` as shipped and eager, on a GPU.
 
 `python tests/bench/gpu/bench_hot.py [SHAPE [GATE]]`, by default 0.6B. With a GATE, the rounds begin when a file of the
-name is there: other work may use the device while vLLM compiles. Every candidate is a process; all candidates live at
-once and serve the same batches in turns. A line of JSON for each size of a batch: milliseconds for a token of every
-request, prefill included, and each candidate's time over the time of vLLM as shipped, pair by pair. A further line
-compares the tokens.
-`tiny` rehearses the bench without a GPU.
+name exists: other work may use the device while vLLM compiles. The candidates are processes, live at the same time, and
+serve the same batches in turns. The bench writes a line of JSON for each size of a batch: milliseconds for a token of
+every request, prefill included, and the candidates' times over the time of vLLM as shipped, pair by pair. A further line
+compares the tokens. The shape `tiny` rehearses the bench without a GPU.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ async def main(name: str, gate: Path | None) -> None:
             if who in bare:
                 bare[who].wait()
             for requests in BATCHES:
-                await asyncio.wait_for(served(who, 8, requests), READY_S)  # what is compiled at first use
+                await asyncio.wait_for(served(who, 8, requests), READY_S)  # kernels are compiled at first use
             emit("ready", who=who, shape=name, s=round(time.perf_counter() - began, 1))
         except (RuntimeError, AssertionError, TimeoutError) as error:
             failed.append(who)

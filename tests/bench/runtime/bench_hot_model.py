@@ -78,7 +78,9 @@ def serve_bare(model: str, settings: dict[str, Any]) -> None:
 class Bare:
     """vLLM's `LLM` in a child process.
 
-    `settings`: arguments of `LLM`; what they leave out is as vLLM ships it. `log`: what becomes of the child's log."""
+    Args:
+        settings: arguments of `LLM`; the defaults of vLLM stand for further arguments.
+        log: file descriptor for the child's log, as of subprocess."""
 
     def __init__(self, model: Path, settings: dict[str, Any], log: int | None = subprocess.DEVNULL) -> None:
         command = [sys.executable, __file__, "--bare", str(model), json.dumps(settings)]
