@@ -76,10 +76,10 @@ def ask(
     config, scheduler = core.vllm_config.model_config, core.scheduler
     assert isinstance(scheduler, PooledScheduler)
     said = {id: GoldenAnswer([], []) for id in ids}
-    with scheduler.alone():
+    with scheduler.alone(ids):
         for id in ids:
             core.add_request(*core.preprocess_add_request(_question(config, id, likeliest)))
-        while scheduler.running or scheduler.waiting or scheduler.kv_holding_waiting:
+        while any(id in scheduler.requests for id in ids):
             if interrupt is not None and len(said[ids[0]].tokens) >= INTERRUPTED_AFTER:
                 interrupt()
                 interrupt = None

@@ -17,8 +17,8 @@ request recomputed, as in vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -27,6 +27,7 @@ import structlog
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -75,7 +76,7 @@ class PooledScheduler(Scheduler):
         self._behind: set[str] = set()  # requests begun elsewhere with output that the grammar has not seen yet
         self.recomputed = 0  # requests that lost the KV cache: the host had no room, or a copy failed
         self.scheduled_tokens = 0  # by the last step
-        self._alone = False  # whether the runtime's own request runs
+        self._alone: frozenset[str] = frozenset()  # the runtime's own requests, while no other requests may be stepped
         self.keeps_prefixes = False  # whether blocks of ended requests go to the host cache; needs plain groups
 
     def take_over(self, kv: KvRegion, images: Images) -> None:
@@ -370,21 +371,32 @@ class PooledScheduler(Scheduler):
         return [manager.req_to_blocks.get(request.request_id, ()) for manager in managers]
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Within the context, only the runtime's own request runs; waiting requests step aside and keep their order."""
+    def alone(self, ids: Collection[str]) -> Iterator[None]:
+        """Within the context, steps compute only the runtime's own requests `ids`; other requests keep their order.
+
+        Between two steps, and in the midst of a step, other requests may arrive, leave or end: such requests step aside
+        only while vLLM makes a schedule."""
         assert not self.running, f"{len(self.running)} requests are running"
-        held, waiting = list(self.kv_holding_waiting), list(self.waiting)
-        self.kv_holding_waiting.remove_requests(held)
-        self.waiting.remove_requests(waiting)
-        self._pause_state, self._alone = PauseState.UNPAUSED, True
+        self._pause_state, self._alone = PauseState.UNPAUSED, frozenset(ids)
         try:
             yield
         finally:
-            self._alone = False
-            for request in held:
-                self.kv_holding_waiting.add_request(request)
-            for request in waiting:
-                self.waiting.add_request(request)
+            self._alone = frozenset()
+
+    @contextmanager
+    def _others_aside(self) -> Iterator[None]:
+        """Within the context, vLLM's queues hold no requests but the runtime's own. Nothing may pause meanwhile."""
+        aside: list[tuple[RequestQueue, list[Request]]] = []
+        for queue in (self.kv_holding_waiting, self.waiting):
+            others = [request for request in queue if request.request_id not in self._alone]
+            queue.remove_requests(others)
+            aside.append((queue, others))
+        try:
+            yield
+        finally:
+            for queue, others in aside:
+                for request in others:
+                    queue.add_request(request)
 
     def change_blocks(self, copy: Callable[[list[int], list[int]], None]) -> None:
         """Give every running request other blocks, as if the request had been parked.
@@ -415,7 +427,8 @@ class PooledScheduler(Scheduler):
     # ── asked by vLLM ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        output = super().schedule(*args, **kwargs)
+        with self._others_aside() if self._alone else nullcontext():
+            output = super().schedule(*args, **kwargs)
         self.scheduled_tokens = output.total_num_scheduled_tokens
         return output
 
@@ -427,7 +440,7 @@ class PooledScheduler(Scheduler):
         return [request for request in islice(self.waiting, max(0, places)) if not request.num_computed_tokens]
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if self.keeps_prefixes and not self._alone:
+        if self.keeps_prefixes and request.request_id not in self._alone:
             (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
             self.blocks.end(blocks, request.cache_salt or "")
         return super()._free_request(request, *args, **kwargs)

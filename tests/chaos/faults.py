@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 
 import httpx
@@ -43,6 +44,7 @@ RUNTIMES = 2  # fewer have no scheduler
 DISK_MIB = 160
 SERVED_S, BOOKED_S = 15.0, 60.0  # bounds that a good outcome keeps
 GIVEN_UP_S = 180.0
+NOTICED_S = 60.0  # a full disk is noticed by the next request; a stream, which a client reads first, takes seconds
 BEFORE_S = 3.0  # streams run for BEFORE_S until the fault
 PAUSE_S = 0.3  # a client waits after a refusal or a failed connection
 OPEN_FILES = 256
@@ -115,6 +117,10 @@ class Hurting:
         body |= {"ignore_eos": True, "return_token_ids": True, "stream": True}
         return Ask(number, tenant, "/v1/completions", body, self.platform.keys[tenant], (25,), TOKENS)
 
+    def refused_for_room(self) -> list[Seen]:
+        """Requests of the history that were refused because the disk is full."""
+        return [seen for seen in self.history if "disk_full" in seen.error]
+
     async def served_again(self, since_s: float) -> float | None:
         """Seconds from `since_s` (monotonic) to the first complete answer to a request made after `since_s`.
 
@@ -173,20 +179,29 @@ async def platform_on(folder: Path, open_files: int | None = None) -> AsyncItera
 
 
 def full_disk(seconds: float) -> Hurt:
-    """Fill the disk to the last byte for `seconds`."""
+    """Fill the disk to the last byte, and keep the disk full for `seconds` and until a request was refused.
+
+    The fault ends NOTICED_S later at the latest. Streams begun before the fault may last all the `seconds`, and the
+    clients ask for nothing new until then."""
 
     async def hurt(hurting: Hurting) -> None:
         ballast = hurting.platform.data / "ballast"
         try:
-            until_s = time.monotonic() + seconds
             with ballast.open("wb", buffering=0) as file:
-                while time.monotonic() < until_s:
-                    with contextlib.suppress(OSError):
-                        while file.write(bytes(1 << 16)):
-                            await asyncio.sleep(0)
+                await fill(file)
+                full_s = time.monotonic()
+                while (lasted_s := time.monotonic() - full_s) < seconds or (
+                    lasted_s < seconds + NOTICED_S and not hurting.refused_for_room()
+                ):
                     await asyncio.sleep(0.05)
+                    await fill(file)
         finally:
             ballast.unlink()
+
+    async def fill(file: FileIO) -> None:
+        with contextlib.suppress(OSError):
+            while file.write(bytes(1 << 16)):
+                await asyncio.sleep(0)
 
     return hurt
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ Script = Iterator[tuple[Callable[[], bool], list[ipc.ToDevice]]]
 
 
 class Kept:
-    """A build whose engines outlive the device. The next device gets the engines as if just built, without a page."""
+    """A build whose engines outlive the device. The next device gets the engines as if just built, without a page.
+
+    An engine that was closed is forgotten, and built anew for the next device."""
 
     def __init__(self, build: EngineBuilder) -> None:
         self.version, self.pages_total, self.page_bytes = build.version, build.pages_total, build.page_bytes
@@ -37,13 +40,28 @@ class Kept:
 
     def __call__(self, spec: EngineSpec, told: Told, /) -> Engine:
         if spec.key not in self._engines:
-            self._engines[spec.key] = self._build(spec, told)
+            engine = self._build(spec, told)
+            engine.close = partial(self._close, spec.key, engine.close)  # type: ignore[method-assign]
+            self._engines[spec.key] = engine
         assert not self._engines[spec.key].held().weights, "it was left with pages"
         return self._engines[spec.key]
 
+    def _close(self, key: str, close: Callable[[], None]) -> None:
+        self._engines.pop(key, None)  # first: an engine that can't be closed is not handed out again either
+        close()
+
+    def settle(self) -> None:
+        """Close every engine that a failed test left with pages or requests."""
+        with ExitStack() as stack:  # closes the other engines, too, if an engine can't be closed
+            for engine in self._engines.values():
+                held = engine.held()
+                if held.weights or held.kv or engine.busy():
+                    stack.callback(engine.close)
+
     def close(self) -> None:
-        for engine in self._engines.values():
-            engine.close()
+        with ExitStack() as stack:
+            for engine in self._engines.values():
+                stack.callback(engine.close)
 
 
 class Driven:

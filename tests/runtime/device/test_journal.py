@@ -52,6 +52,7 @@ from store.files.records import appended
 from tests.conftest import ROOT, NatsServer
 from tests.runtime.core.device import test_instance_any_order
 from tests.runtime.devices import Driven, Kept, Script, kept
+from tests.runtime.engines import awake
 from tests.runtime.engines import spec as real_spec
 from tests.runtime.world import PAGE_BYTES, World, request, spec
 
@@ -390,9 +391,16 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[EngineSpec]:
 
 
 @pytest.fixture(scope="module")
-def build() -> Iterator[Kept]:
-    with kept(POOL_PAGES * PAGE, HOST_BYTES) as build:
-        yield build
+def engines() -> Iterator[Kept]:
+    with kept(POOL_PAGES * PAGE, HOST_BYTES) as engines:
+        yield engines
+
+
+@pytest.fixture
+def build(engines: Kept) -> Iterator[Kept]:
+    """The engines, after which no test meets what a failed test left behind."""
+    yield engines
+    engines.settle()
 
 
 def crowd(driven: Driven, rng: random.Random) -> Script:
@@ -427,6 +435,23 @@ def test_a_device_with_real_engines_is_replayed_byte_for_byte(
         command = [sys.executable, "-m", "runtime.sim", "replay", str(tmp_path / "r1.journal")]
         again = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True)
         assert again.returncode == 0, again.stdout.decode() + again.stderr.decode()
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
+def test_an_engine_that_a_failed_test_closed_or_left_with_pages_is_built_anew(
+    build: Kept, specs: list[EngineSpec]
+) -> None:
+    """A single failed step made every later test of the module fail: the tests got a closed engine."""
+    closed = build(specs[-1], lambda *_: None)
+    closed.close()
+    left = build(specs[-1], lambda *_: None)
+    awake(left, 1)
+    build.settle()
+    new = build(specs[-1], lambda *_: None)
+    assert len({closed, left, new}) == 3
+    build.settle()
+    assert build(specs[-1], lambda *_: None) is new, "an engine without pages and requests is kept"
+    assert build.pages_used() == 0
 
 
 def test_a_runtime_that_is_killed_leaves_its_journal(nats_server: NatsServer, tmp_path: Path) -> None:

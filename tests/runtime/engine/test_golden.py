@@ -18,7 +18,7 @@ from runtime.core.engine import EngineError
 from runtime.engine.golden import TOKENS
 from runtime.engine.vllm import VllmEngine
 from runtime.slices import Sliced
-from tests.runtime.engines import asleep, awake, drive, parked_about, payload, spec, tokens
+from tests.runtime.engines import asleep, awake, drive, parked_about, payload, spec, tokens, until
 from tests.runtime.forms import write_form
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers, not ours
@@ -233,3 +233,68 @@ def test_a_model_steps_between_the_layers_of_a_check_and_says_what_it_says_alone
     assert list(made.values()) == alone
     for engine in (checked, serving):
         engine.close()
+
+
+def back_and_waiting(engine: VllmEngine, running: tuple[str, ...], waiting: tuple[str, ...]) -> dict[str, list[int]]:
+    """Park an engine with running requests, and bring the weights back; requests named `waiting` were never stepped.
+
+    Returns the tokens made so far, by request. The running requests arrive: copies of their blocks may be under way."""
+    made: dict[str, list[int]] = {id: [] for id in (*running, *waiting)}
+    for id in running:
+        engine.add(RequestId(id), asked(int(id)))
+    for output in engine.step():
+        made[output.request] += output.tokens
+    for id in waiting:
+        engine.add(RequestId(id), asked(int(id)))
+    asleep(engine).fetch(8)
+    until(engine.weights.arrived)
+    return made
+
+
+def half_checked(engine: VllmEngine) -> Sliced[str | None]:
+    """Begin a check of the engine. Returns the check, paused in the midst of its first step."""
+    check = Sliced(engine.check)
+    assert not check.go_on(0.0) and engine._scheduler.running, "the check has not begun to step"
+    return check
+
+
+@pytest.mark.parametrize("aborted", ["0", "2"], ids=["a request with a KV cache", "a waiting request"])
+def test_a_request_that_is_aborted_during_a_check_is_gone_after_the_check(
+    builds: list[Any], random_models: dict[str, Path], aborted: str
+) -> None:
+    """Requests stepped aside for the check: an abort did not find the request, and the next step met a dead request."""
+    engine = awake(builds[0](spec(random_models["llama"])), 8)
+    assert isinstance(engine, VllmEngine)
+    alone = answers(engine, together=True)
+    made = back_and_waiting(engine, running=("0", "1"), waiting=("2",))
+    until(engine.arrived)
+    engine._scheduler._settle_arriving()
+    check = half_checked(engine)
+    engine.abort([RequestId(aborted)])
+    assert check.go_on(60.0) and check.result is None
+    left = sorted({"0", "1", "2"} - {aborted})
+    assert sorted(engine._scheduler.requests) == left
+    parked_about(engine, made)
+    assert [made[id] for id in left] == [alone[int(id)] for id in left]
+    engine.close()
+
+
+def test_a_request_that_arrives_or_leaves_during_a_check_takes_no_part_in_the_check(
+    builds: list[Any], random_models: dict[str, Path]
+) -> None:
+    """A request that leaves lets all arriving requests land: the check computed a tenant's request, and failed."""
+    engine = awake(builds[0](spec(random_models["llama"])), 8)
+    assert isinstance(engine, VllmEngine)
+    alone = answers(engine, together=True)
+    made = back_and_waiting(engine, running=("0", "1"), waiting=("2",))
+    assert engine._scheduler.arriving == 2
+    check = half_checked(engine)
+    engine.commit(RequestId("0"))
+    until(lambda: engine.commit(RequestId("0")) is not None)
+    assert check.go_on(60.0) and check.result is None
+    departure = engine.commit(RequestId("0"))
+    assert departure is not None and departure.made == made["0"] == alone[0][: len(made["0"])]
+    engine.abort_move(RequestId("0"))
+    parked_about(engine, made)
+    assert list(made.values()) == alone
+    engine.close()

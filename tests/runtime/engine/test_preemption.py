@@ -81,9 +81,16 @@ class TimedBuild:
 
 
 @pytest.fixture(scope="module")
-def build() -> Iterator[Kept]:
-    with kept(POOL_PAGES * PAGE, HOST_BYTES) as build:
-        yield build
+def engines() -> Iterator[Kept]:
+    with kept(POOL_PAGES * PAGE, HOST_BYTES) as engines:
+        yield engines
+
+
+@pytest.fixture
+def build(engines: Kept) -> Iterator[Kept]:
+    """The engines, after which no test meets what a failed test left behind."""
+    yield engines
+    engines.settle()
 
 
 @pytest.fixture(scope="module")
