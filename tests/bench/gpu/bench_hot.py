@@ -3,8 +3,8 @@
 `python tests/bench/gpu/bench_hot.py [SHAPE [GATE]]`, by default 0.6B. With a GATE, the rounds begin when a file of the
 name exists: other work may use the device while vLLM compiles. The candidates are processes, live at the same time, and
 serve the same batches in turns. The bench writes a line of JSON for each size of a batch: milliseconds for a token of
-every request, prefill included, and the candidates' times over the time of vLLM as shipped, pair by pair. A further line
-compares the tokens. The shape `tiny` rehearses the bench without a GPU.
+every request, prefill included, and the candidates' times over the time of vLLM as shipped, pair by pair. A further
+line compares the tokens. The shape `tiny` rehearses the bench without a GPU.
 """
 
 from __future__ import annotations
