@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import structlog
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from runtime.core.device.events import (
     Abort,
@@ -114,7 +114,8 @@ class Device:
     """The loop of the device process.
 
     `turns` decides the models' turns; `clock` is monotonic, in seconds. Without `costs`, costs are guessed by size.
-    `has_image`: whether the host cache has a model's image; None: this process makes the images."""
+    `has_image`: whether the host cache has a model's image; None: this process makes the images. `build_pages`: number
+    of pages of the pool that a model's build takes."""
 
     def __init__(
         self,
@@ -126,6 +127,7 @@ class Device:
         costs: Callable[[EngineSpec], ModelCosts] | None = None,
         journal: DecisionJournal | None = None,
         has_image: Callable[[EngineSpec], bool] | None = None,
+        build_pages: Callable[[EngineSpec], int] | None = None,
     ) -> None:
         costs = costs or _unknown
         pages = Pages(build.pages_total, build.page_bytes)
@@ -134,7 +136,7 @@ class Device:
         noted = costs if journal is None else journal.noting(costs)
         self.instance = Instance(turns, pages, noted, self.account)
         self._machine = self.instance if journal is None else Recorded(self.instance, journal)
-        self._pipe, self._build, self._clock = pipe, build, clock
+        self._pipe, self._build, self._clock, self._build_pages = pipe, build, clock, build_pages
         self._stepping = stepping or Stepping(Stepping.create())
         orders = ImageOrders(has_image, self._wanted, pipe.send) if has_image else None
         self._builds = Builds(build, self._stepping, clock, orders, self._irretrievable)
@@ -183,7 +185,8 @@ class Device:
     def _command(self, command: ToDevice) -> None:
         match command:
             case Place(spec):
-                event: Event = Placed(spec)
+                taken = self._build_pages(spec) if self._build_pages else UNSET
+                event: Event = Placed(spec, build_pages=taken)
             case Withdraw(model):
                 event = Withdrawn(ModelKey(model))
                 self._builds.withdraw(ModelKey(model))
@@ -575,7 +578,8 @@ def main() -> None:
     beside = began.images_beside and builder.makes_images_beside
     has_image = builder.has_image if beside else None
     turns, stepping = POLICIES[began.policy](), Stepping(began.stepping_fd) if began.stepping_fd >= 0 else None
-    Device(end, turns, build, time.monotonic, stepping, _costs(began), journal, has_image).run()
+    build_pages = builder.build_pages if builder.builds_in_pool else None
+    Device(end, turns, build, time.monotonic, stepping, _costs(began), journal, has_image, build_pages).run()
     os._exit(0)  # skips vLLM's exit handlers: the process's end tears down everything anyway
 
 

@@ -79,6 +79,8 @@ _meta = msgspec.msgpack.Encoder()
 
 ADDRESSES_PER_FILE_BYTE = 6  # for wider types, and packed copies beside tied embeddings; addresses cost no memory
 ADDRESSES_LEAST = 256 << 20
+# Lent memory of a build: weights with gaps between tensors; blocks of the golden question and the last part of weights.
+LENT_MOST, LENT_PAGES = 1.05, 6
 WEIGHTS_LEAST = 0.75  # an image may be smaller than its weights on file: by tied embeddings, or parts left out
 BUILT_S = 30.0  # time to make an image again, if this process did not make the image
 KEPT_PART = 32  # up to 1/32 of the host cache is kept, while empty, for requests to be parked
@@ -160,6 +162,7 @@ class Builder:
         self._graphs = graphs if backend is Backend.CUDA else 0
         # A second process would need memory of the GPU, which the pool has nearly all of.
         self.makes_images_beside = backend is Backend.HOST
+        self.builds_in_pool = backend is Backend.CUDA
 
     def hold(self, blocks: list[int], block_bytes: int, life: int) -> Hold | None:
         return self.images.hold(blocks, block_bytes, life)
@@ -211,6 +214,7 @@ class Builder:
         addresses = ADDRESSES_LEAST + ADDRESSES_PER_FILE_BYTE * files_bytes
         now = Building(self.device, addresses, lambda read_bytes: told(read_bytes, files_bytes))
         try:
+            self._check_outside(spec)
             image = self._find(spec, key)
             if image is not None and (engine := self._from_image(spec, now, key, image, more)) is not None:
                 return engine  # around an image, no memory is left to collect: the other engines do not wait for that
@@ -228,6 +232,18 @@ class Builder:
             log.error("engine.not_built", model=spec.key, detail=chain(error))
             _let_go(error)
             raise EngineError(first_line(error)) from error
+
+    def build_pages(self, spec: EngineSpec) -> int:
+        """Pages of the pool that a build takes while the build lasts, on a GPU: lent memory is memory of the pool."""
+        weights = spec.weight_bytes // ranks.size() * LENT_MOST
+        return -(-int(weights) // self.page_bytes) + LENT_PAGES
+
+    def _check_outside(self, spec: EngineSpec) -> None:
+        """Raises EngineError if the device has too little memory beside the pool to make the model there first."""
+        if self.device.backend is Backend.CUDA:
+            torch.cuda.empty_cache()
+            if (said := outside.too_little(spec.weight_bytes // ranks.size(), self.device.memory()[0])) is not None:
+                raise EngineError(said)
 
     def has_image(self, spec: EngineSpec) -> bool:
         """Whether the host cache or the disk has the model's image: then a build reads no files of the model.

@@ -28,6 +28,20 @@ def pool_bytes(percent: int, free_bytes: int, total_bytes: int) -> int:
     return max(0, min(total_bytes * percent // 100, free_bytes - WORKSPACE_BYTES))
 
 
+def too_little(weight_bytes: int, free_bytes: int) -> str | None:
+    """A sentence if a model can't be built: vLLM makes the weights in torch's memory, beside the pool, before the
+    weights move into the pool. None: there is enough memory.
+
+    `free_bytes`: memory of the device that neither the pool nor a process has."""
+    if weight_bytes <= free_bytes:
+        return None
+    weights, free = (f"{size / (1 << 20):.0f} MiB" for size in (weight_bytes, free_bytes))
+    return (
+        f"the weights take {weights} beside the pool while the model is built, and {free} are free there: lower "
+        "STACCATO_DEVICE_MEMORY"
+    )
+
+
 def settings(folder: Path, memory_bytes: int) -> dict[str, Any]:
     """Settings of vLLM for a model in `folder` on a GPU with `memory_bytes` bytes of memory."""
     requests, tokens = LARGE if memory_bytes >= LARGE_BYTES else SMALL

@@ -48,6 +48,7 @@ from runtime.core.device.events import (
     Unfinished,
 )
 from runtime.core.device.instance import Instance
+from runtime.core.device.model import Phase
 from runtime.core.device.pages import Pages
 from runtime.core.device.request import ModelKey, Objective, Request, RequestId, request_id
 from runtime.core.engine import Held, Output
@@ -472,7 +473,13 @@ class World:
 
     @property
     def free(self) -> int:
-        return self.instance.pages.total - sum(engine.weights + engine.kv for engine in self.engines.values())
+        lent = sum(self._lent(key) for key in self.instance.models)
+        return self.instance.pages.total - lent - sum(engine.weights + engine.kv for engine in self.engines.values())
+
+    def _lent(self, key: ModelKey) -> int:
+        """Pages that a build of the model takes now."""
+        model = self.instance.models[key]
+        return model.demand.build_pages if model.phase is Phase.BUILDING else 0
 
     def check_account(self) -> None:
         """Check that requests paid as much as the requests' labels, and that no label pays without a request."""
@@ -488,7 +495,7 @@ class World:
         self.instance.check()
         for key in self.instance.models:
             booked = self.instance.pages.of(key)
-            engine = self.engines.get(key) or Engine(0, 0)
+            engine = self.engines.get(key) or Engine(0, 0, self._lent(key))
             assert (booked.weights, booked.kv) == (engine.weights, engine.kv), f"the books are wrong about {key}"
         assert set(self.engines) <= set(self.instance.models), "an engine of a model that is not there"
         assert self.free >= 0

@@ -26,6 +26,7 @@ class Placed(msgspec.Struct, frozen=True):
 
     spec: EngineSpec
     prove: bool = True  # False: the proof was made elsewhere; the model is loaded on its first request
+    build_pages: int | msgspec.UnsetType = msgspec.UNSET  # pages of the pool that a build takes while it lasts
 
 
 class Withdrawn(msgspec.Struct, frozen=True):

@@ -52,7 +52,7 @@ from runtime.core.device.events import (
 )
 from runtime.core.device.model import MOVING, WITH_ENGINE, Model, Phase, Wish
 from runtime.core.device.pages import Pages
-from runtime.core.device.prefetch import bring_in, fitting, grow, in_turn
+from runtime.core.device.prefetch import bring_in, expected, fitting, grow, in_turn, room_to_build
 from runtime.core.device.record import Turn
 from runtime.core.device.request import ModelKey, Request
 from runtime.core.device.requests import Requests
@@ -68,8 +68,6 @@ from store.contract.wire import EngineSpec, Finish
 
 FETCH_TRIES = 3  # in a row
 LATE = 2.0  # a turn whose steps take more than twice their estimate ends early: the policy decides again
-EXPECTED_AHEAD = 4 * AHEAD  # tokens: an expected request goes on making tokens at its source while blocks are copied
-_WITH_PAGES = (*WITH_ENGINE, Phase.CLOSING)
 _NEVER = float("inf")
 
 
@@ -122,7 +120,8 @@ class Instance:
             case Arrived(request):
                 return self._arrive(request, now)
             case Told(key, held):
-                return self._told(self.models[key], held)
+                self.pages.told(key, held, moving=self.models[key].phase in MOVING)
+                return []
             case Fetched(key, took_s, held):
                 return self._fetched(self.models[key], took_s, held, now)
             case Parked(key, held):
@@ -132,7 +131,7 @@ class Instance:
             case Cancelled(requests):
                 return self.requests.cancel(requests, now)
             case MoveStep("prepare", key, _, tokens):
-                return self._expect(self.models[key], tokens, now)
+                return [*self._move(expected(self.models[key], tokens, self.pages), now)]
             case MoveStep("commit", _, id):
                 self.requests.leave(id, now)
                 return []
@@ -141,8 +140,8 @@ class Instance:
                 return []
             case MoveStep(request=id):
                 return self.requests.cancel([id], now, ended=False)
-            case Placed(spec, prove):
-                return self._place(spec, prove, now)
+            case Placed():
+                return self._place(event, now)
             case Withdrawn(key):
                 return self._withdraw(key, now)
             case Ordered(key, awake):
@@ -170,7 +169,8 @@ class Instance:
             case _:
                 assert_never(event)
 
-    def _place(self, spec: EngineSpec, prove: bool, now: float) -> list[Effect]:
+    def _place(self, placed: Placed, now: float) -> list[Effect]:
+        spec, prove = placed.spec, placed.prove
         key = ModelKey(spec.key)
         known = self.models.get(key)
         if known is None:
@@ -178,6 +178,7 @@ class Instance:
             model = self.models[key] = Model(spec, costs, self.pages.page_bytes, used_at=now, shares=shares)
             model.wish = Wish.AWAKE if prove else Wish.NONE
             model.loads.proved, model.loads.proving = not prove, prove
+            model.demand.build_pages = placed.build_pages or 0
             self._rooms.file(model)
         elif known.withdrawn or known.failures.error:
             known.withdrawn, known.used_at = False, now
@@ -230,9 +231,8 @@ class Instance:
         least = built.weights_pages + built.kv_pages_least
         if self._leave_if_withdrawn(model) or least <= self.pages.total:
             return []
-        return self._fail(
-            model, self.pages.too_few(built.weights_pages, least, model.spec.max_model_len), now, mends=False
-        )
+        error = self.pages.too_few(built.weights_pages, least, model.spec.max_model_len)
+        return self._fail(model, error, now, mends=False)
 
     def _unfinished(self, model: Model, waits: bool) -> list[Effect]:
         self._busy, self._step_due, model.loads.image_due = False, True, waits
@@ -243,6 +243,7 @@ class Instance:
         """Note that a build is over without an engine. Returns whether the model leaves, being withdrawn."""
         self._busy = self._busy and model.loads.image_due  # a wait for an image is no device effect
         model.loads.image_due = False
+        self.pages.settle(model.key, Held())
         self._enter(model, Phase.COLD)
         return self._leave_if_withdrawn(model)
 
@@ -305,14 +306,6 @@ class Instance:
         if model.phase is Phase.PARKING:
             self._enter(model, Phase.STAGED)
             self._leave_if_withdrawn(model)
-        return []
-
-    def _told(self, model: Model, held: Held) -> list[Effect]:
-        """Settle the pages told by the engine; during a fetch or park the booked pages are more exact and stay."""
-        if model.phase in MOVING:
-            booked = self.pages.of(model.key)
-            held = Held(booked.weights, booked.kv, held.kv_wanted, held.kv_spare)
-        self.pages.settle(model.key, held)
         return []
 
     def _closed(self, model: Model) -> list[Effect]:
@@ -427,6 +420,8 @@ class Instance:
         ordered = self._turns.order(self._rooms.working.values(), now)
         order, self._room_pages = ordered.models, ordered.room_pages
         chosen = self._turns.next(order, turn, now)
+        if self._rooms.unbuilt:
+            effects += self._room_to_build(next(iter(self._rooms.unbuilt.values())), order, chosen, now)
         effects += self._bring_in(order, chosen, now)
         if self._rooms.upkeep and not (self._step_due and chosen and self._rooms.upkeep_waits(order, chosen[0])):
             if self.account is not None and not len(self.requests):
@@ -551,6 +546,21 @@ class Instance:
                 return self._move(taken, now)
         return []
 
+    def _room_to_build(
+        self, model: Model, order: Sequence[ModelView], chosen: tuple[ModelView, int] | None, now: float
+    ) -> list[Effect]:
+        """Make room in the pool for a build that takes pages. Once there is room, the build begins, with the pages."""
+        wanted, idle, stepper = model.demand.build_pages, self._idle(), chosen and chosen[0]
+        if wanted > self.pages.total:
+            return self._fail(model, self.pages.too_few_to_build(wanted), now, mends=False)
+        yields = partial(self._turns.yields, needy=model, turn=self.turn, now=now)
+        made = room_to_build(model, wanted, order, idle, self.pages, self._room_pages, stepper, yields, now)
+        effects: list[Effect] = [*self._move([*made], now)]
+        if wanted <= self.pages.free:
+            self.pages.book(model.key, weights=wanted)
+            self._enter(model, Phase.BUILDING)
+        return effects
+
     def _move(self, effects: list[MemoryEffect], now: float) -> list[MemoryEffect]:
         """Book the pages of the effects, so that no page is promised twice, and return the effects."""
         for effect in effects:
@@ -574,15 +584,6 @@ class Instance:
                     model.demand.stuck, model.demand.cramped, model.demand.fresh = False, False, True
         return effects
 
-    def _expect(self, model: Model, tokens: int, now: float) -> list[Effect]:
-        """Give free pages to the model of an expected request, so that the request need not wait when it comes."""
-        held = self.pages.of(model.key)
-        missing = held.kv_wanted + model.kv_pages(model.kv.bytes(tokens)) - held.kv
-        pages = min(missing + model.kv_pages(EXPECTED_AHEAD * model.kv.growth(0)), self.pages.free)
-        if model.phase is not Phase.RESIDENT or pages <= 0 or pages < missing:
-            return []
-        return [*self._move([Grow(model.key, pages)], now)]
-
     def check(self) -> None:
         """Assert the invariants. Tests call `check` after every event, the device process when the device is idle."""
         self.requests.check(self.models.values())
@@ -590,10 +591,8 @@ class Instance:
             self.account.check()
         for model in self.models.values():
             where = f"{model.key} in {model.phase.name}"
-            pages = self.pages.of(model.key)
-            model.check(where)
+            model.check(where, self.pages.of(model.key))
             assert model.works == (model.key in self._rooms.working), f"{where} is in the wrong room"
-            assert pages == Held() or model.phase in _WITH_PAGES, f"{where} holds {pages}"
         fetching = [model.key for model in self.models.values() if model.phase is Phase.FETCHING]
         assert fetching == [self._fetching] * (self._fetching is not None), f"{fetching} are fetched at once"
         assert set(self.pages.held) <= set(self.models), "pages are held by a model that is not there"

@@ -35,6 +35,7 @@ class Phase(Enum):
 
 
 WITH_ENGINE = (Phase.STAGED, Phase.FETCHING, Phase.CHECKING, Phase.RESIDENT, Phase.PARKING)
+WITH_PAGES = (*WITH_ENGINE, Phase.CLOSING, Phase.BUILDING)
 MOVING = (Phase.FETCHING, Phase.PARKING)
 
 
@@ -231,9 +232,10 @@ class Model:
         idle_s = 0.0 if self.wish is Wish.ASLEEP else self.spec.idle_s
         return None if idle_s is None else self.used_at + idle_s
 
-    def check(self, where: str) -> None:
-        """Assert what holds of the model alone between two events. `where` names the model."""
+    def check(self, where: str, held: Held) -> None:
+        """Assert what holds of the model alone between two events. `where` names the model, `held` are its pages."""
         inside, demand = self.queues.running or self.queues.leaving, self.demand
+        assert held == Held() or self.phase in WITH_PAGES, f"{where} holds {held}"
         assert not inside or self.phase in WITH_ENGINE, f"{where} has requests in an engine it lacks"
         assert not (demand.stuck or demand.fresh) or self.phase is Phase.RESIDENT, f"{where} is stuck or fresh"
         assert not (demand.stuck and not self.has_requests), f"{where} is stuck without requests"

@@ -51,6 +51,13 @@ class Pages:
         else:
             self._held[model] = held
 
+    def told(self, model: ModelKey, held: Held, moving: bool) -> None:
+        """Settle the pages told by an engine. While pages move, the booked pages are more exact and stay."""
+        if moving:
+            booked = self.of(model)
+            held = Held(booked.weights, booked.kv, held.kv_wanted, held.kv_spare)
+        self.settle(model, held)
+
     def mib(self, pages: int) -> str:
         """Number of pages with their size, for a sentence: `12 pages (24 MiB)`."""
         return f"{pages} pages ({pages * self.page_bytes / (1 << 20):.0f} MiB)"
@@ -62,6 +69,13 @@ class Pages:
         return (
             f"the model needs {self.mib(needed)}, {weights} of them for its weights and the others for one request of "
             f"{tokens} tokens, and the device has {self.mib(self.total)}: give it more memory, or lower max_model_len"
+        )
+
+    def too_few_to_build(self, needed: int) -> str:
+        """A sentence on a model whose build needs more pages than the device has."""
+        return (
+            f"the model needs {self.mib(needed)} while it is built, and the device has {self.mib(self.total)}: give it "
+            "more memory with STACCATO_DEVICE_MEMORY"
         )
 
     def check(self) -> None:

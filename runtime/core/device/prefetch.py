@@ -16,8 +16,9 @@ from runtime.core.device.model import Model, Phase
 from runtime.core.device.pages import Pages
 from runtime.core.device.request import Request
 from runtime.core.device.view import ModelView
-from runtime.core.engine import Held
+from runtime.core.engine import AHEAD, Held
 
+EXPECTED_AHEAD = 4 * AHEAD  # tokens: an expected request goes on making tokens at its source while blocks are copied
 HEADROOM = 24  # a model that is fetched leaves 1/24 of the pool to resident models, for their next tokens
 
 _STILL, _LEAVING = (Phase.STAGED, Phase.RESIDENT), (Phase.PARKING, Phase.CLOSING)
@@ -80,6 +81,42 @@ def bring_in(
     if needy.phase is Phase.RESIDENT:
         return [*actions, Grow(needy.key, short)]
     return [*actions, Fetch(needy.key, needy.kv_needed(held, pages.total, room_pages))]
+
+
+def room_to_build(
+    model: ModelView,
+    wanted: int,
+    order: Sequence[ModelView],
+    idle: Iterable[ModelView],
+    pages: Pages,
+    room_pages: float,
+    stepper: ModelView | None,
+    yields: Yields,
+    now: float,
+) -> list[Action]:
+    """Actions that free pages until `wanted` pages are free, for the build of a model without an engine.
+
+    The list is empty if the pages are free or on their way, or if no way exists now. If the actions are parks alone,
+    the caller must ask again once the parks have ended. Further arguments are as in `bring_in`."""
+    missing = wanted - pages.free
+    if missing <= 0:
+        return []
+    holders = _holders(idle, order, model, yields, pages)
+    missing -= _coming(holders)
+    if missing <= 0 or missing > _most(holders):
+        return []
+    return make_room(missing, _holdings(holders, room_pages, now), stepper.key if stepper else None) or []
+
+
+def expected(model: Model, tokens: int, pages: Pages) -> list[MemoryEffect]:
+    """Effects that give free pages to the model of an expected request of `tokens` tokens, so that the request need not
+    wait when the request comes."""
+    held = pages.of(model.key)
+    missing = held.kv_wanted + model.kv_pages(model.kv.bytes(tokens)) - held.kv
+    given = min(missing + model.kv_pages(EXPECTED_AHEAD * model.kv.growth(0)), pages.free)
+    if model.phase is not Phase.RESIDENT or given <= 0 or given < missing:
+        return []
+    return [Grow(model.key, given)]
 
 
 def grow(

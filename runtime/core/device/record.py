@@ -15,6 +15,7 @@ _NEVER = float("inf")
 class PageDemand:
     """Pages that a model needs, and what the model lacks."""
 
+    build_pages: int = 0  # pages of the pool that a build takes while the build lasts
     weights_pages: int = 0  # pages of the complete weights; known once the engine was built
     missing_bytes: int = 0  # weights missing on the device at the last fetch
     stuck: bool = False  # the model cannot make a token without more pages

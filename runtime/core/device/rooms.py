@@ -16,6 +16,7 @@ class Rooms:
         self.working: dict[ModelKey, Model] = {}  # models with requests, or with a wish to wake
         self.resting: dict[ModelKey, Model] = {}  # models without work that time or an operator may change
         self.upkeep: dict[ModelKey, Model] = {}  # models to be built, checked or closed
+        self.unbuilt: dict[ModelKey, Model] = {}  # models to be built once there are pages for the build
 
     def file(self, model: Model) -> None:
         """Put the model into its rooms. Call whenever the model's phase or wish has changed, or whether it has
@@ -31,6 +32,10 @@ class Rooms:
             else:
                 self.resting.pop(key, None)
         cold = phase is Phase.COLD and model.works and not model.demand.lacks_room
+        if cold and model.demand.build_pages:
+            cold, self.unbuilt[key] = False, model
+        elif self.unbuilt:
+            self.unbuilt.pop(key, None)
         builds = cold or (phase is Phase.BUILDING and not model.loads.image_due)
         if phase is Phase.CLOSING or phase is Phase.CHECKING or builds:
             self.upkeep[key] = model
@@ -43,7 +48,7 @@ class Rooms:
         self.file(model)
 
     def remove(self, key: ModelKey) -> None:
-        for room in (self.working, self.resting, self.upkeep):
+        for room in (self.working, self.resting, self.upkeep, self.unbuilt):
             room.pop(key, None)
 
     def first_upkeep(self) -> Model:

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from runtime.memory.outside import COUNT_BYTES, COUNTS_PART, WORKSPACE_BYTES, live_blocks, pool_bytes, settings, strays
+from runtime.memory.outside import (
+    COUNT_BYTES,
+    COUNTS_PART,
+    WORKSPACE_BYTES,
+    live_blocks,
+    pool_bytes,
+    settings,
+    strays,
+    too_little,
+)
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -33,6 +42,20 @@ def test_a_batch_is_as_large_as_the_gpus_memory_bears(
 
 def test_vllm_asks_for_no_free_memory_beside_the_pool(tmp_path: Path) -> None:
     assert 0 < settings(tmp_path, 80 * GIB)["gpu_memory_utilization"] <= 0.01, "nearly all memory is the pool's already"
+
+
+def test_a_model_that_does_not_fit_beside_the_pool_is_refused_with_both_numbers() -> None:
+    assert too_little(2 * GIB, 2 * GIB) is None
+    said = too_little(16 * GIB, 7 * GIB)
+    assert said is not None and "16384 MiB beside the pool" in said and "7168 MiB are free" in said
+
+
+def test_blocks_of_cuda_graphs_are_no_strays() -> None:
+    segments = [
+        {"segment_pool_id": (0, 0), "blocks": [block(0, 4 * MIB)]},
+        {"segment_pool_id": (1, 0), "blocks": [block(8 * MIB, 4 * MIB)]},
+    ]
+    assert live_blocks(segments) == {0: 4 * MIB}
 
 
 def block(address: int, size: int, state: str = "active_allocated") -> dict[str, object]:

@@ -48,10 +48,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.world = World(10, sizes, turns=turns, tokens_a_page=4, prompt_most=8, step_s=self.step_s)
         self.next_stream = 0
 
-    @rule(key=KEYS, idle=st.sampled_from([None, 1.0]), prove=st.booleans())
-    def place(self, key: str, idle: float | None, prove: bool) -> None:
+    @rule(key=KEYS, idle=st.sampled_from([None, 1.0]), prove=st.booleans(), taken=st.sampled_from([0, 0, 2, 7, 10, 11]))
+    def place(self, key: str, idle: float | None, prove: bool, taken: int = 0) -> None:
         kv_bytes_per_token = PAGE_BYTES // self.world.tokens_a_page
-        self.world.hear(Placed(spec(key, idle, kv_bytes_per_token), prove))
+        self.world.hear(Placed(spec(key, idle, kv_bytes_per_token), prove, taken))
 
     @rule(key=KEYS)
     def withdraw(self, key: str) -> None:
