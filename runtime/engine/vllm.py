@@ -364,6 +364,7 @@ class VllmEngine:
         self.home.take_in()
         if self.home.reservation.device.backend is Backend.CUDA:
             torch.cuda.synchronize()  # the memory may be taken back next, and the device still copies
+            torch.cuda.empty_cache()  # torch would keep the memory in which vLLM made the model
         self.weights = Weights(self.home.reservation, self.home.used, self._images.cache)
         self.weights_pages = self.weights.pages
 
