@@ -123,7 +123,7 @@ def graph_settings(batch_most: int) -> dict[str, Any]:
     Steps that compute prompts stay eager. Nothing is compiled: vLLM's graphs of decode steps need no torch.compile."""
     if batch_most == 0:
         return {"enforce_eager": True}
-    sizes = [1 << power for power in range(batch_most.bit_length()) if 1 << power <= batch_most]
+    sizes = sorted({*(1 << power for power in range(batch_most.bit_length())), batch_most})
     compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
     # vLLM's warm-up of compiled kernels runs real requests, and no memory lies below the KV cache yet.
     return {

@@ -65,6 +65,12 @@ class Model:
         engine.fetch(max(kv_pages, engine.kv_pages_least, engine.held().kv_wanted))
         awaited(engine, engine.arrived)
 
+    def come_whole(self) -> None:
+        """As `come`, and wait for every parked request: a turn may start with the first of the requests."""
+        self.come()
+        scheduler = self.engine._scheduler
+        awaited(self.engine, lambda: self.engine.arrived() and not scheduler.arriving)
+
     def leave(self) -> None:
         """Park the requests; the weights stay."""
         self.engine.park()
@@ -188,7 +194,7 @@ def park(model: Model, requests: int, tokens: int) -> None:
         out_s = seconds(model.leave)
         build.device.settle(WAIT_S)
         moved = build.device.stats().to_host_bytes - before.to_host_bytes
-        back_s = seconds(model.come)
+        back_s = seconds(model.come_whole)
         assert engine.step(), "the requests go on where the requests stopped"
         trips.append((out_s, back_s, roof_out * moved / plain, roof_in * moved / plain, moved))
     first, *rest = trips  # the first trip gets the host's memory

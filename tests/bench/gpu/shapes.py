@@ -85,11 +85,13 @@ def write(folder: Path, shape: Shape, seed: int = 0) -> EngineSpec:
             shards.append({})
         shards[-1][name] = tensor
     if new:
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(_config(shape)))
+        part = folder.with_name(f"{folder.name}.part")  # a run that is cut off leaves no folder that looks whole
+        part.mkdir(parents=True, exist_ok=True)
+        (part / "config.json").write_text(json.dumps(_config(shape)))
         for n, shard in enumerate(shards, 1):
             name = "model" if len(shards) == 1 else f"model-{n:05}-of-{len(shards):05}"
-            save_file(shard, folder / f"{name}.safetensors", metadata={"format": "pt"})
+            save_file(shard, part / f"{name}.safetensors", metadata={"format": "pt"})
+        part.rename(folder)
     return EngineSpec(
         key=folder.name,
         path=str(folder),

@@ -282,3 +282,16 @@ def test_an_engine_comes_and_goes_while_the_heap_of_modules_stays_frozen(random_
     engine.close()
     assert core() is None and 0.9 * frozen < gc.get_freeze_count() <= frozen
     build.close()
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (8, [1, 2, 4, 8]), (48, [1, 2, 4, 8, 16, 32, 48])])
+def test_graphs_cover_every_batch_up_to_the_setting(most: int, sizes: list[int]) -> None:
+    from runtime.engine.runner import graph_settings
+
+    assert graph_settings(most)["compilation_config"]["cudagraph_capture_sizes"] == sizes
+
+
+def test_without_graphs_every_step_is_eager() -> None:
+    from runtime.engine.runner import graph_settings
+
+    assert graph_settings(0) == {"enforce_eager": True}
