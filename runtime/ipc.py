@@ -11,6 +11,7 @@ import select
 import socket
 import struct
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 
@@ -43,16 +44,27 @@ class Began(msgspec.Struct, frozen=True):
     numa_node: int = -1  # node of the host next to the GPU; -1: any
     prefixes: tuple[int, float] = (0, 0.0)  # bound on blocks of ended requests in the host cache, seconds they last
     cuda_graphs: int = 0  # most requests of a decode step that a GPU replays from a CUDA graph; 0: every step is eager
+    async_scheduling: bool = False  # begin a step before the last step's tokens are known: a GPU computes meanwhile
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]
 
     @property
-    def memory(self) -> tuple[int, int, int, tuple[int, ...], int, int, int, tuple[str, int], tuple[int, float], int]:
+    def builder(self) -> dict[str, Any]:
         """Arguments of the builder, runtime/engine/builder.py."""
-        of_host = self.host_bytes, self.host_fd, self.load_helpers, self.pinned_bytes
-        disk = self.disk_folder, self.disk_bytes
-        return self.pool_bytes, *of_host, self.numa_node, self.pool_percent, disk, self.prefixes, self.cuda_graphs
+        return dict(
+            pool_bytes=self.pool_bytes,
+            host_bytes=self.host_bytes,
+            host_fd=self.host_fd,
+            helpers=self.load_helpers,
+            numa_node=self.numa_node,
+            pinned_bytes=self.pinned_bytes,
+            pool_percent=self.pool_percent,
+            disk=(self.disk_folder, self.disk_bytes),
+            prefixes=self.prefixes,
+            graphs=self.cuda_graphs,
+            async_scheduling=self.async_scheduling,
+        )
 
     @staticmethod
     def of(argument: str) -> Began:

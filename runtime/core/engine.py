@@ -83,6 +83,10 @@ class ServingEngine(Protocol):
 
     sequential: bool  # requests run one at a time and share no prefix blocks: in a batch the model answers otherwise
 
+    @property
+    def ahead(self) -> bool:
+        """Whether a step has begun whose outputs no call has returned yet."""
+
     def read(self, grammar: bytes) -> None:
         """Begin to read a compiled grammar in the background: `add` and `prepare` need not wait for the reading then.
 
@@ -114,8 +118,14 @@ class ServingEngine(Protocol):
         """Whether a request is unfinished: waiting, running, parked or arriving. Leaving and expected requests do not
         count."""
 
-    def step(self) -> list[Output]:
+    def step(self, ahead: bool = False) -> list[Output]:
         """Run an iteration of the batch and return the outputs of the requests in the batch.
+
+        With `ahead` the engine may begin the next iteration before the outputs of this iteration are known: the device
+        has work while the caller reads outputs. If the engine has, `self.ahead` is true, and the next call returns the
+        outputs of the iteration begun; without `ahead` that call begins no further iteration. Meanwhile requests may
+        come, leave by `abort`, and have blocks copied by `copy`, and the engine may `grow`, `shrink` and `close`;
+        every other call needs `self.ahead` to be false.
 
         If no request is on the device yet, waits for the first arriving request. If KV pages are short, steps the
         requests that fit; returns [] if none fits. Call only after `arrived` returned True. After any exception the

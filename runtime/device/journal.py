@@ -148,6 +148,7 @@ class _Stepped(msgspec.Struct, frozen=True, array_like=True):
     held: tuple[int, int, int, int]
     step_s: float
     steps: int
+    ahead: bool = False
 
 
 class _Prepared(msgspec.Struct, frozen=True):
@@ -196,9 +197,9 @@ def _event(event: Event) -> msgspec.Raw:
             return msgspec.Raw(_encoder.encode(_Released([id])))
         case MoveStep(_, _, id):
             return msgspec.Raw(_encoder.encode(_Moved(id)))
-        case Stepped(model, outputs, busy, held, step_s, steps):
+        case Stepped(model, outputs, busy, held, step_s, steps, ahead):
             made = [_Made(o.request, len(o.tokens), o.finish, o.cached_tokens) for o in outputs]
-            return msgspec.Raw(_encoder.encode(_Stepped(model, made, busy, astuple(held), step_s, steps)))
+            return msgspec.Raw(_encoder.encode(_Stepped(model, made, busy, astuple(held), step_s, steps, ahead)))
         case Arrived(request):
             shown = dataclasses.replace(request, payload=b"", grammar=b"", made=[0] * len(request.made))
             return msgspec.Raw(_encoder.encode(Arrived(shown)))
@@ -228,7 +229,7 @@ def event_of(heard: EventRecord) -> Event:
     outputs = [
         Output(made.request, [0] * made.tokens, made.finish, None, None, made.cached_tokens) for made in event.made
     ]
-    return Stepped(event.model, outputs, event.busy, Held(*event.held), event.step_s, event.steps)
+    return Stepped(event.model, outputs, event.busy, Held(*event.held), event.step_s, event.steps, event.ahead)
 
 
 def encoded(effects: Sequence[Effect]) -> msgspec.Raw:

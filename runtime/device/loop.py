@@ -272,8 +272,8 @@ class Device:
                     course = self._clocks.ended(request.id, self._clock())
                     lost = Delta(request.stream, [], request.sent, finish, error=error, suspect=suspect, course=course)
                     self._made.setdefault(request.gateway, []).append(_billed(lost, request))
-                case Step(model):
-                    self._hear(self._step(model))
+                case Step(model, steps):
+                    self._hear(self._step(model, steps > 1))
                 case Check(model):
                     self._hear(self._check(model))
                 case Build(spec):
@@ -330,7 +330,7 @@ class Device:
 
     # ── carrying out what uses the device ─────────────────────────────────────────────────────────────────────────────
 
-    def _step(self, model: ModelKey) -> Event:
+    def _step(self, model: ModelKey, ahead: bool) -> Event:
         if model in self._unfit:
             return StepFailed(model, "it failed before")
         engine = self._engines[model]
@@ -338,8 +338,9 @@ class Device:
             began = self._clock()
             self._stepping.begin(model, began)
             self._clocks.turn(model, began)
-            outputs = engine.step()
-            return Stepped(model, outputs, engine.busy(), engine.held(), self._clock() - began)
+            outputs = engine.step(ahead)
+            held, ahead = engine.held(), engine.ahead
+            return Stepped(model, outputs, engine.busy(), held, self._clock() - began, ahead=ahead)
         except Exception as error:
             self._unfit.add(model)
             return StepFailed(model, reason("device.step_failed", model, error))
@@ -568,7 +569,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if others:
         others.meet()
-    builder = Builder(*began.memory)
+    builder = Builder(**began.builder)
     prepare(builder)
     build = GroupBuild(builder, others) if others else builder
     journal = None

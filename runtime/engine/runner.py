@@ -1,4 +1,5 @@
-"""vLLM's model runners: the runner for CPUs, extended to continue requests begun elsewhere, and a GPU runner's graphs.
+"""vLLM's model runners: the runner for CPUs, extended to continue requests begun elsewhere, and a GPU runner's graphs;
+and the steps of an engine core.
 
 vLLM's newer runner, for GPUs, continues such requests as it is: the scheduler sends the runner all tokens of every
 returning request, and the random number for a token follows from the seed and the token's position alone.
@@ -10,12 +11,15 @@ of weights and KV cache stay while the engine lives, so a graph outlives pages t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 from vllm.v1.worker import workspace
 from vllm.v1.worker.block_table import BlockTable
@@ -176,3 +180,69 @@ class DecodeGraphs:
         if self._manager is not None:
             self._manager.release_graphs()
             self._manager, self._scratch = None, None
+
+
+# ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class BegunStep(NamedTuple):
+    """A step that the device computes, or has computed, and whose outputs nobody has read."""
+
+    scheduled: SchedulerOutput
+    executed: Future[Any]
+    sampled: Future[Any]
+
+
+class CoreSteps:
+    """Steps of an engine core. A step may begin before the tokens of the step before are known, as under vLLM's
+    asynchronous scheduling: meanwhile the device computes, and the tokens stay on the device.
+
+    `may_begin`: whether the core's scheduler could schedule a further step now, without tokens of the step under way.
+    """
+
+    def __init__(self, core: EngineCore, may_begin: Callable[[], bool]) -> None:
+        self._core, self._may_begin = core, may_begin
+        self._begun: BegunStep | None = None
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a step has begun whose outputs no call has returned yet."""
+        return self._begun is not None
+
+    def step(self, ahead: bool) -> dict[int, EngineCoreOutputs]:
+        """Return the outputs of one step, by client. With `ahead`, begin a further step first if possible."""
+        begun, self._begun = self._begun, None
+        if begun is None and not ahead:
+            outputs, executed = self._core.step()
+            self._core.post_step(executed)
+            return outputs
+        if begun is None and not self._core.scheduler.has_requests():
+            return {}
+        begun = begun or self._begin()
+        if ahead and self._may_begin():
+            self._begun = self._begin()
+        return self._end(begun)
+
+    def drop(self) -> None:
+        """End the step under way, if any, and drop the outputs: requests of the step have ended."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._end(begun)
+
+    def _begin(self) -> BegunStep:
+        scheduler, executor = self._core.scheduler, self._core.model_executor
+        scheduled = scheduler.schedule()
+        with self._core.log_error_detail(scheduled):
+            executed = executor.execute_model(scheduled, non_block=True)
+            if not scheduled.total_num_scheduled_tokens:
+                return BegunStep(scheduled, executed, executed)
+            sampled = executor.sample_tokens(scheduler.get_grammar_bitmask(scheduled), non_block=True)
+        return BegunStep(scheduled, executed, sampled)
+
+    def _end(self, begun: BegunStep) -> dict[int, EngineCoreOutputs]:
+        with self._core.log_error_detail(begun.scheduled):
+            output = begun.sampled.result()
+            if output is None:  # then `execute_model` has failed, and raises its error here
+                begun.executed.result()
+                raise RuntimeError("vLLM's step returned no output and no error: another vLLM?")
+        return self._core.scheduler.update_from_output(begun.scheduled, output)

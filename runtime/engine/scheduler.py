@@ -25,10 +25,10 @@ from typing import Any
 
 import structlog
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from runtime.engine import ranks
@@ -62,7 +62,7 @@ class ParkingBatch:
     transfer: Transfer
 
 
-class PooledScheduler(Scheduler):
+class PooledScheduler(AsyncScheduler):
     """A scheduler with parking. vLLM constructs the scheduler; `take_over` must then give it a model's memory."""
 
     blocks: ElasticBlockPool
@@ -326,14 +326,14 @@ class PooledScheduler(Scheduler):
         has += [(request, request.num_computed_tokens) for request in self.kv_holding_waiting]
         has += [(away.request, away.computed) for away in self._arriving.values()]
         for request, computed in has:  # no helpers: the loop runs after each step, for every request with blocks
-            tokens = min(request.num_tokens, computed + most)
+            tokens = min(request.num_tokens + request.num_output_placeholders, computed + most)
             for size in sizes:
                 blocks = -(-computed // size)
                 soon += -(-tokens // size) - blocks
                 later += -(-(tokens + ahead) // size) - blocks
         if self.groups.forgetting:
             for request, computed in has:
-                tokens = min(request.num_tokens, computed + most)
+                tokens = min(request.num_tokens + request.num_output_placeholders, computed + most)
                 next_step, further = self._forgetting_lack(request, computed, tokens, tokens + ahead)
                 soon, later = soon + next_step, later + further
         for away in self._parked.values():
@@ -348,7 +348,7 @@ class PooledScheduler(Scheduler):
 
     def _needs(self, request: Request, computed: int, ahead: int = 0) -> int:
         """Blocks in all for the request's next step, or for the step to `ahead` more tokens."""
-        tokens = min(request.num_tokens, computed + self.max_num_scheduled_tokens)
+        tokens = min(request.num_tokens + request.num_output_placeholders, computed + self.max_num_scheduled_tokens)
         return self.groups.need(tokens + ahead - 1 if ahead else computed, tokens + ahead)
 
     def _lacks(self, request: Request, computed: int) -> int:
@@ -431,6 +431,19 @@ class PooledScheduler(Scheduler):
             output = super().schedule(*args, **kwargs)
         self.scheduled_tokens = output.total_num_scheduled_tokens
         return output
+
+    def may_begin_ahead(self) -> bool:
+        """Whether the next step can be scheduled before the tokens of the step under way are known.
+
+        Every request in must make a token in each step, by no grammar, and must find a block. Parked, arriving and new
+        requests come first: the next step shall compute them."""
+        if self._parked or self._arriving or self._leaving is not None or self.kv_holding_waiting:
+            return False
+        if self.new_requests() or any([request.is_prefill_chunk for request in self.running]):
+            return False
+        if any([request.use_structured_output for request in self.running]):
+            return False
+        return 0 < len(self.running) * len(self.groups.groups) <= self.blocks.get_num_free_blocks()
 
     def new_requests(self) -> list[Request]:
         """Waiting requests that the next step may take up, the first in front, with nothing computed yet."""

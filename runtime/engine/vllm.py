@@ -35,7 +35,7 @@ from runtime.engine.blocks import Prefixes
 from runtime.engine.golden import Golden
 from runtime.engine.grammars import GrammarReader
 from runtime.engine.moving import MovingScheduler
-from runtime.engine.runner import DecodeGraphs
+from runtime.engine.runner import CoreSteps, DecodeGraphs
 from runtime.engine.worker import Home, as_tensor
 from runtime.memory.arriving import ArrivingImage
 from runtime.memory.disk import TornImage
@@ -59,12 +59,15 @@ CHAIN_LINK_MOST = 400  # characters of each error in the log
 class VllmEngine:
     """The engine of one model (runtime/core/engine.py `Engine`): an EngineCore, weights and KV cache."""
 
-    def __init__(self, core: EngineCore, home: Home, kv: KvRegion, images: Images, kept: HostPrefixes) -> None:
+    def __init__(
+        self, core: EngineCore, home: Home, kv: KvRegion, images: Images, kept: HostPrefixes, async_scheduling: bool
+    ) -> None:
         assert isinstance(core.scheduler, MovingScheduler)
         self._core, self._scheduler = core, core.scheduler
         self._images, self._worker = images, core.model_executor.driver_worker.worker
         self._model = self._worker.model_runner.model
         self._graphs = DecodeGraphs(self._worker.model_runner)
+        self._steps, self._async_scheduling = CoreSteps(core, self._scheduler.may_begin_ahead), async_scheduling
         self.home, self.kv = home, kv
         self.weights = Weights(home.reservation, home.used, images.cache)
         self._scheduler.take_over(kv, images)
@@ -136,16 +139,26 @@ class VllmEngine:
 
     def abort(self, requests: list[RequestId]) -> None:
         self._core.abort_requests(list(requests))
+        self._end_with_requests()
+
+    def _end_with_requests(self) -> None:
+        """End the step under way if no request is left: nobody would ask for the step's outputs."""
+        if self._steps.ahead and not self.busy():
+            self._steps.drop()
+
+    @property
+    def ahead(self) -> bool:
+        return self._steps.ahead
 
     def busy(self) -> bool:
         return self._scheduler.unfinished > 0
 
-    def step(self) -> list[Output]:
+    def step(self, ahead: bool = False) -> list[Output]:
         self._scheduler.prepare()
         brought_s = self._prefixes.bring(self._scheduler.new_requests()) if self._prefixes is not None else 0.0
         began = time.monotonic()
-        outputs, executed = self._core.step()
-        self._core.post_step(executed)
+        outputs = self._steps.step(ahead and self._async_scheduling)
+        self._end_with_requests()
         if self._prefixes is not None:
             brought_s += self._prefixes.computed(self._scheduler.scheduled_tokens, time.monotonic() - began)
             self._prefixes.keep_ahead()
@@ -257,6 +270,7 @@ class VllmEngine:
         return ImageLost(str(error)) if isinstance(error, TornImage) else EngineError(str(error))
 
     def park(self) -> None:
+        assert not self.ahead, "a step is under way"
         self._parked = True
         self._scheduler.take_out(self._written())
         self.weights.leave()
@@ -332,6 +346,7 @@ class VllmEngine:
             self._scheduler.keeps_prefixes = True
 
     def check(self) -> str | None:
+        assert not self.ahead, "a step is under way"
         image = self.weights.image
         assert isinstance(image, Image), "the image has not arrived"
         self._activations += 1
@@ -509,6 +524,8 @@ class VllmEngine:
 
     def close(self) -> None:
         """Take this core apart, and leave other cores alone: `EngineCore.shutdown` would end the shared groups."""
+        with suppress(Exception):  # the step may be why the engine closes
+            self._steps.drop()
         self._scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         self._scheduler.wait_all_out()
         if self._prefixes is not None:
@@ -525,7 +542,7 @@ class VllmEngine:
             vars(module).pop("cpu_linear", None)
         self.home.runner_tensors = list  # the function holds the worker, and thus the model
         del module, core, self._scheduler, self._blocks, self._worker, self._model, self._grammars, self._prefixes
-        del self._graphs
+        del self._graphs, self._steps
         gc.collect()  # the core is a cycle of objects; see `freeze_heap` in builder.py
         self.kv.reservation.release()
         self.weights.close()

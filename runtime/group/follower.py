@@ -89,7 +89,7 @@ def main() -> None:
     from runtime.engine.selfcheck import prepare
 
     ranks.join(began.rank, first.tensor_parallel, began.folder)
-    build = Builder(*first.memory)
+    build = Builder(**first.builder)
     prepare(build)
     Follower(build, Connection(began.calls_fd)).run()
     os._exit(0)

@@ -42,13 +42,14 @@ class MoveSource:
     told: int = 0  # blocks named to the target so far
     copying: list[int] | None = None  # blocks being copied: named to the target once the copies are done
     copies: int = 0
+    leaves: bool = False  # the request leaves its batch once the engine is between two steps
     left: bool = False  # the request left its batch
     committed: bool = False  # the target knows every block
 
     @property
     def waits(self) -> bool:
         """Whether copies to the host are under way, so that the engine must be asked again."""
-        return self.copying is not None or (self.left and not self.committed)
+        return self.copying is not None or self.leaves or (self.left and not self.committed)
 
 
 @dataclass(slots=True)
@@ -168,6 +169,9 @@ class Handover:
         return None
 
     def _leave(self, move: str, source: MoveSource, engine: Engine) -> Event | None:
+        source.leaves = engine.ahead
+        if source.leaves:
+            return Told(source.model, engine.held())  # the machine hears of a change, so the step under way ends next
         try:
             engine.commit(source.id)
         except EngineError as error:
@@ -179,6 +183,8 @@ class Handover:
         return Told(source.model, engine.held())
 
     def _look_at_source(self, move: str, source: MoveSource, engine: Engine) -> Event | None:
+        if source.leaves:
+            return self._leave(move, source, engine)
         try:
             if source.copying is not None:
                 if engine.copied(source.id):

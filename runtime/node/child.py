@@ -84,6 +84,7 @@ class DeviceChild:
             numa_node=settings.numa_node,
             prefixes=settings.prefixes,
             cuda_graphs=settings.cuda_graphs,
+            async_scheduling=settings.async_scheduling,
         )
         fds = [fd, self._host_cache, self._stepping_fd]
         return await _started(self._command, began.arguments(), settings, fds, self._forks)

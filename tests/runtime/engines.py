@@ -78,10 +78,10 @@ def until(done: Callable[[], bool], timeout_s: float = 60) -> None:
 
 
 def drive(engines: Mapping[str, Engine], rng: random.Random) -> dict[RequestId, list[Output]]:
-    """Step engines with work in random order until none has any."""
+    """Step engines with work in random order until none has any. Engines that may begin steps ahead often do."""
     made: dict[RequestId, list[Output]] = {}
     while busy := [engine for engine in engines.values() if engine.busy()]:
-        for output in rng.choice(busy).step():
+        for output in rng.choice(busy).step(ahead=rng.random() < 0.7):
             made.setdefault(output.request, []).append(output)
     return made
 
@@ -89,7 +89,8 @@ def drive(engines: Mapping[str, Engine], rng: random.Random) -> dict[RequestId, 
 def parked_about(
     engine: Engine, made: Mapping[str, list[int]], parked_every: int = 0, away: Callable[[], object] = lambda: None
 ) -> None:
-    """Step the engine until no request is left, with as many pages as the engine wants.
+    """Step the engine until no request is left, with as many pages as the engine wants. An engine that may begin steps
+    ahead does so two times of three.
 
     Args:
         engine: an engine that is awake.
@@ -98,11 +99,12 @@ def parked_about(
         away: called each time while the engine is parked."""
     steps = 0
     while engine.busy():
-        for output in engine.step():
+        steps += 1
+        parks = bool(parked_every) and steps % parked_every == 0
+        for output in engine.step(ahead=not parks and steps % 3 > 0):
             made[output.request] += output.tokens
         engine.grow(max(0, engine.held().kv_wanted - engine.held().kv))
-        steps += 1
-        if parked_every and steps % parked_every == 0:
+        if parks:
             asleep(engine)
             away()
             awake(engine, engine.held().kv_wanted)

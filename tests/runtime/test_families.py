@@ -41,7 +41,7 @@ class Built:
     def __init__(self, folder: Path, architectures: Sequence[str]) -> None:
         from runtime.engine.builder import Builder
 
-        self.build = Builder(POOL_BYTES, HOST_BYTES)
+        self.build = Builder(POOL_BYTES, HOST_BYTES, async_scheduling=True)
         self.folders = {name: write_family(folder / name, name) for name in architectures}
         more = {name: SETTINGS | {"language_model_only": as_text(name)} for name in architectures}
         dtypes = {name: dtype(name) for name in architectures}

@@ -184,6 +184,8 @@ class World:
         self.instance = Instance(turns, pages, lambda spec: unknown(model_size(spec)), self.account)
         self.now, self.step_s = 0.0, step_s
         self.segment = 1
+        self.runs_ahead: Callable[[], bool] = lambda: False  # whether an engine begins a further step if allowed
+        self.ahead: ModelKey | None = None  # the model of a step whose outputs nobody has read
         self.out: DeviceEffect | None = None
         self.engines: dict[ModelKey, Engine] = {}
         self.fetching: ModelKey | None = None
@@ -322,6 +324,10 @@ class World:
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             self.log.append(effect)
+            if self.ahead is not None and not isinstance(effect, Tell | Lose | Abort | Grow):
+                is_next = isinstance(effect, Step) and effect.model == self.ahead
+                closing = self.instance.models[self.ahead].phase is Phase.CLOSING
+                assert is_next or closing, f"{effect} while a step of {self.ahead} is under way"
             match effect:
                 case Build() | Step() | Check() | Close():
                     assert self.out is None, "two device effects at once"
@@ -340,6 +346,8 @@ class World:
                     for id in requests:
                         engine.requests.pop(id, None)
                         engine.left.pop(id, None)
+                    if key == self.ahead and not engine.requests:
+                        self.ahead = None
                     self._tell(key)
                 case Fetch(key, kv_pages):
                     self._fetch(key, kv_pages)
@@ -413,12 +421,13 @@ class World:
                 engine = self.engines[key]
                 return Checked(key, "it says other words" if fails else None, engine.held())
             case Close(key):
+                self.ahead = None if key == self.ahead else self.ahead
                 engine = self.engines.pop(key)
                 assert not engine.requests and not engine.left, "closed with requests in it"
                 assert key != self.fetching and key not in self.parking, "closed while pages are on their way"
                 return Closed(key)
             case Step(key, steps):
-                engine = self.engines[key]
+                engine, self.ahead = self.engines[key], None
                 if fails:
                     engine.requests.clear()
                     engine.left.clear()
@@ -441,7 +450,10 @@ class World:
             pairs = zip(outputs, more, strict=True)
             outputs = [replace(new, tokens=old.tokens + new.tokens) for old, new in pairs]
         self.now += steps * self.step_s
-        return Stepped(key, outputs, bool(engine.requests), engine.held(), self.step_s, steps)
+        if engine.requests and most > steps and self.runs_ahead():
+            self.ahead = key
+        ahead = self.ahead is not None
+        return Stepped(key, outputs, bool(engine.requests), engine.held(), self.step_s, steps, ahead)
 
     def _told(self, request: Request, at: int, output: Output) -> None:
         made_at, count = self._made_at[request.id], len(output.tokens)

@@ -116,6 +116,7 @@ class Stepped(msgspec.Struct, frozen=True):
     held: Held
     step_s: float  # duration of a step
     steps: int = 1
+    ahead: bool = False  # whether the engine has begun a further step
 
 
 class StepFailed(msgspec.Struct, frozen=True):
@@ -228,7 +229,8 @@ class Build(msgspec.Struct, frozen=True):
 class Step(msgspec.Struct, frozen=True):
     """Step the engine once.
 
-    Up to `steps` steps are allowed while no other event is heard: the machine would decide on a step each time."""
+    Up to `steps` steps are allowed while no other event is heard: the machine would decide on a step each time. So the
+    engine may begin a further step if `steps` is above 1. If `steps` is 1, the engine begins no step after this one."""
 
     model: ModelKey
     steps: int

@@ -365,13 +365,12 @@ class Instance:
 
     def _stepped(self, model: Model, stepped: Stepped, now: float) -> list[Effect]:
         self._busy = False
-        steps, step_s, running = stepped.steps, stepped.step_s, model.queues.running
+        turn, steps, step_s, running = self.turn, stepped.steps, stepped.step_s, model.queues.running
         began = now - steps * step_s
         if self.account is not None:
-            book_step(self.account, model, self.turn, began, now)
-        assert self.turn is not None and self.turn.holder == model.key, f"{model.key} stepped out of turn"
-        self.turn.steps += steps
-        self.turn.left -= steps
+            book_step(self.account, model, turn, began, now)
+        assert turn is not None and turn.holder == model.key, f"{model.key} stepped out of turn"
+        turn.steps, turn.left, turn.ahead = turn.steps + steps, turn.left - steps, stepped.ahead
         model.observe(stepped.outputs, stepped.step_s)
         model.used_at, model.loads.came_at, model.demand.fresh = now, -_NEVER, False
         if stepped.held != self.pages.of(model.key):
@@ -411,7 +410,11 @@ class Instance:
         turn = self.turn
         goes_on = turn is None or (turn.left > 0 and now < turn.until and not self._rooms.upkeep)
         if not self._changed and now < self._tick_at and goes_on:
-            return [] if turn is None else self._step(self.models[turn.holder])
+            return [] if turn is None else self._step(self.models[turn.holder], turn.left)
+        if turn is not None and turn.ahead:  # decisions know every token made: the step under way ends first
+            turn.ahead = False
+            if self.models[turn.holder].phase is Phase.RESIDENT:
+                return self._step(self.models[turn.holder], 1)
         self._changed = False
         had_us = {} if self.account is None else self.account.take()
         if self._turns.shares:
@@ -443,7 +446,7 @@ class Instance:
             model.demand.stuck, model.demand.fresh, self._changed = True, False, True
             return effects + self.decide(now)
         self._begin(model, steps, now)
-        return effects + self._step(model)
+        return effects + self._step(model, steps)
 
     def _keep_up(self) -> DeviceEffect:
         model = self._rooms.first_upkeep()
@@ -491,18 +494,16 @@ class Instance:
         """Allow the model `steps` more steps of its turn. If another model holds the turn, begin a new turn."""
         turn = self.turn
         if turn is None or turn.holder != model.key:
-            self.switches += turn is not None
-            self._turn_no += 1
+            self.switches, self._turn_no = self.switches + (turn is not None), self._turn_no + 1
             model.record.turns, model.record.turn_no = model.record.turns + 1, self._turn_no
             turn = self.turn = Turn(model.key, now)
             self._changed = True  # the order of turns has changed
         queues = model.queues
         turn.left, turn.until = steps, now + LATE * steps * model.costs.step(len(queues.running), queues.context)
 
-    def _step(self, model: Model) -> list[Effect]:
-        assert self.turn is not None
+    def _step(self, model: Model, steps: int) -> list[Effect]:
         self._busy, self._step_due = True, False
-        return [Step(model.key, 1 if self._rooms.upkeep else self.turn.left)]
+        return [Step(model.key, 1 if self._rooms.upkeep else steps)]
 
     def _make_ready(self, model: Model, order: Sequence[ModelView], now: float) -> list[Effect]:
         """Get pages for the model's next step, and add admitted requests that fit: a join never overflows the cache."""

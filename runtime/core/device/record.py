@@ -106,4 +106,5 @@ class Turn:
     began_at: float
     steps: int = 0
     left: int = 0  # steps to make before the policy is asked again, if nothing changes
+    ahead: bool = False  # whether the engine has begun a step beyond the steps made
     until: float = float("inf")  # time at which the policy is asked in any case: steps may take longer than predicted

@@ -85,6 +85,7 @@ class PacedEngine:
     """Engine of a model on a paced device: `runtime/core/engine.py` has the contract."""
 
     sequential = False
+    ahead = False
     kv_pages_least = 1
     source = WeightSource.HOST
     owners = (0, 0)
@@ -130,7 +131,7 @@ class PacedEngine:
     def busy(self) -> bool:
         return bool(self._engine.streams)
 
-    def step(self) -> list[Output]:
+    def step(self, ahead: bool = False) -> list[Output]:
         builder = self._builder
         steps, step_s = builder.plan(self._engine)
         builder.work(self, step_s, self._costs.switch_s)

@@ -102,10 +102,10 @@ class Watched:
         self._engine.add(request, payload, made)
         self._prompts.append(prompt_tokens(payload))
 
-    def step(self) -> list[Output]:
+    def step(self, ahead: bool = False) -> list[Output]:
         counted, began = self.counted, time.perf_counter()
         counted.began(self, began)
-        outputs = self._engine.step()
+        outputs = self._engine.step(ahead)
         counted.ended_at = time.perf_counter()
         took_s = counted.ended_at - began
         counted.busy_s += took_s

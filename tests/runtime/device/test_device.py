@@ -39,6 +39,7 @@ class Scripted:
     source = WeightSource.HOST
     owners = (1, 2)
     sequential = False
+    ahead = False
     kv_form = KvForm(1, PAGE_BYTES, "scripted")
 
     def __init__(self, made: list[list[int]]) -> None:
@@ -64,7 +65,7 @@ class Scripted:
     def busy(self) -> bool:
         return bool(self.requests)
 
-    def step(self) -> list[Output]:
+    def step(self, ahead: bool = False) -> list[Output]:
         self.seen_before_step.append(len(self._made))
         outputs = []
         for request in list(self.requests)[: self.kv]:
@@ -282,7 +283,7 @@ def test_tokens_leave_before_the_next_step_begins() -> None:
     def slow(engine: Scripted) -> None:
         step = engine.step
 
-        def slow_step() -> list[Output]:
+        def slow_step(ahead: bool = False) -> list[Output]:
             time.sleep(0.05)  # bytes handed to the kernel have been read meanwhile
             return step()
 
@@ -495,7 +496,7 @@ def test_the_device_says_of_a_stream_that_nobody_wants_how_far_it_came_and_what_
     def hold(engine: Scripted) -> None:
         step = engine.step
 
-        def held() -> list[Output]:
+        def held(ahead: bool = False) -> list[Output]:
             """The second step lasts until the node has sent `Stop`: the stream cannot end by length before the stop."""
             if engine.seen_before_step:
                 assert stop_was_sent.wait(DEADLINE_S)

@@ -38,7 +38,7 @@ for arguments in PROMPTS.values():
 def engines(random_models: dict[str, Path]) -> Iterator[dict[str, Engine]]:
     from runtime.engine.builder import Builder
 
-    build = Builder(POOL_BYTES, HOST_BYTES)
+    build = Builder(POOL_BYTES, HOST_BYTES, async_scheduling=True)
     engines = {name: awake(build(spec(path))) for name, path in random_models.items()}
     yield engines
     for engine in engines.values():

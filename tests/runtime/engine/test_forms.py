@@ -53,8 +53,8 @@ class Pair:
         from runtime.engine.builder import Builder
         from runtime.engine.selfcheck import self_check
 
-        self.builds = [Builder(POOL_BYTES, HOST_BYTES)]
-        self.builds.append(Builder(POOL_BYTES, HOST_BYTES, self.builds[0].images.fd))
+        self.builds = [Builder(POOL_BYTES, HOST_BYTES, async_scheduling=True)]
+        self.builds.append(Builder(POOL_BYTES, HOST_BYTES, self.builds[0].images.fd, async_scheduling=True))
         self_check(self.builds[0])  # the process begins with a dense model, as in a runtime
         self.folders = {form: write_form(folder / form, form, seed=1) for form in SERVED}
         self.said: Tokens = ask_bare_vllm(self.folders, {form: dtype(form) for form in SERVED}, PROMPTS, MOST)

@@ -58,8 +58,8 @@ class Hybrids:
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         from runtime.engine.builder import Builder
 
-        self.builds = [Builder(POOL_BYTES, HOST_BYTES)]
-        self.builds.append(Builder(POOL_BYTES, HOST_BYTES, self.builds[0].images.fd))
+        self.builds = [Builder(POOL_BYTES, HOST_BYTES, async_scheduling=True)]
+        self.builds.append(Builder(POOL_BYTES, HOST_BYTES, self.builds[0].images.fd, async_scheduling=True))
         self.folders = {name: write_hybrid(folder / name, name) for name in names}
         more = {name: settings(name) for name in names}
         self.said: Tokens = ask_bare_vllm(self.folders, {name: dtype(name) for name in names}, PROMPTS, MOST, more)

@@ -50,13 +50,15 @@ def request(kind: str, salt: str = "") -> bytes:
 
 
 class World:
-    """Two engines of each model, as in two runtimes of a host, and the answer to each question."""
+    """Two engines of each model, as in two runtimes of a host, and the answer to each question.
+
+    Steps may begin before the tokens of the step before are known."""
 
     def __init__(self, folder: Path) -> None:
         from runtime.engine.builder import Builder
 
-        self.builds = [Builder(POOL_BYTES, HOST_BYTES)]
-        self.builds.append(Builder(POOL_BYTES, HOST_BYTES, self.builds[0].images.fd))
+        self.builds = [Builder(POOL_BYTES, HOST_BYTES, async_scheduling=True)]
+        self.builds.append(Builder(POOL_BYTES, HOST_BYTES, self.builds[0].images.fd, async_scheduling=True))
         paths = {name: write_random(folder / name, **shape) for name, shape in SHAPES.items()}
         self.pairs = {name: [build(spec(path)) for build in self.builds] for name, path in paths.items()}
         self.first_steps: list[int] = []  # for each move, the tokens computed in the request's first step after it
@@ -167,6 +169,8 @@ class Move:
         self._next = self._stage if self.stages else self._leave
 
     def _leave(self) -> None:
+        if self.source.ahead:  # a request leaves between two steps
+            return
         assert self.source.commit(self.id) is None
         self._next = self._depart
 
@@ -221,7 +225,7 @@ class Run:
         self.open: dict[RequestId, tuple[str, int]] = {}  # the question, and the number of the engine
         self.said: dict[RequestId, list[Output]] = {}
         self.moves: dict[RequestId, Move] = {}
-        self.count = self.moved = 0
+        self.count = self.moved = self.begun_ahead = 0
 
     def arrive(self) -> None:
         if len(self.open) < 7:
@@ -247,7 +251,16 @@ class Run:
         held = engine.held()
         if held.kv_wanted > held.kv and self.rng.random() < 0.5:
             engine.grow(held.kv_wanted - held.kv)
-        for output in engine.step():
+        self.take(side, engine.step(ahead=self.rng.random() < 0.7))
+        self.begun_ahead += engine.ahead
+
+    def settle(self, side: int) -> None:
+        """End the step under way, as the device's loop does before anything but a further step."""
+        if self.pair[side].ahead:
+            self.take(side, self.pair[side].step())
+
+    def take(self, side: int, outputs: list[Output]) -> None:
+        for output in outputs:
             kind, owner = self.open[output.request]
             assert owner == side, "the source still speaks for a request that has moved"
             self.said[output.request].append(output)
@@ -287,7 +300,9 @@ class Run:
             self.moves.pop(self.rng.choice(pending)).give_up()
 
     def park(self) -> None:
-        engine = self.rng.choice(self.pair)
+        side = self.rng.randrange(2)
+        engine = self.pair[side]
+        self.settle(side)
         engine.park()
         for _ in range(self.rng.randrange(3)):  # moves go on meanwhile
             self.advance_move()
@@ -337,6 +352,7 @@ def test_requests_that_move_say_what_they_say_alone(world: World, name: str, see
         run.advance_move()
         run.step()
     assert set(world.first_steps) == {1} and len(world.first_steps) > moves // 2
+    assert run.begun_ahead > moves
     world.check_nothing_is_left()
     for engine in run.pair:
         asleep(engine)

@@ -59,9 +59,9 @@ class Timed:
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self._engine, self._clock = engine, clock
 
-    def step(self) -> list[Output]:
+    def step(self, ahead: bool = False) -> list[Output]:
         self._clock.now += STEP_S
-        return self._engine.step()
+        return self._engine.step(ahead)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from deploy.demo.random_weights import write_random
 from runtime.core.device.request import RequestId
-from runtime.core.engine import Engine, EngineError
+from runtime.core.engine import Engine, EngineError, Output
 from runtime.memory.native import FaultPoint, PageState
 from tests.runtime.engines import asleep, awake, drive, payload, spec, tokens, until
 from tests.runtime.hybrids import write_hybrid
@@ -54,13 +54,18 @@ ASKED: list[dict[str, Any]] = [
 
 
 class World:
-    """Engines over one small pool, and the answer to each question."""
+    """Engines over one small pool, and the answer to each question.
 
-    def __init__(self, folder: Path) -> None:
+    `async_scheduling`: whether a step may begin before the tokens of the step before are known."""
+
+    def __init__(self, folder: Path, async_scheduling: bool) -> None:
         from runtime.engine.builder import Builder
         from runtime.engine.vllm import VllmEngine
 
-        self.build = Builder(POOL_PAGES * PAGE, HOST_BYTES, prefixes=(PREFIX_BYTES, TTL_S))
+        self.build = Builder(
+            POOL_PAGES * PAGE, HOST_BYTES, prefixes=(PREFIX_BYTES, TTL_S), async_scheduling=async_scheduling
+        )
+        self.async_scheduling, self.begun_ahead = async_scheduling, 0
         self.engines: dict[str, VllmEngine] = {}
         self.answers: dict[tuple[str, int], list[int]] = {}
         for name in MODELS:
@@ -73,7 +78,7 @@ class World:
             self.engines[name] = engine
             awake(engine)
             for number, asked in enumerate(ASKED):
-                engine.add(RequestId("alone"), request(asked, "alone"))
+                engine.add(RequestId("alone"), question(asked, "alone"))
                 made = drive({name: engine}, random.Random(0))
                 self.answers[name, number] = tokens(made[RequestId("alone")])
             asleep(engine)
@@ -97,13 +102,13 @@ class World:
         self.build.close()
 
 
-def request(asked: dict[str, Any], salt: str = "") -> bytes:
+def question(asked: dict[str, Any], salt: str = "") -> bytes:
     return payload(asked["prompt"], salt, **{k: v for k, v in asked.items() if k != "prompt"}, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("models"))
+@pytest.fixture(scope="module", params=[False, True], ids=["step after step", "ahead"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("models"), request.param)
     yield world
     world.close()
 
@@ -123,7 +128,7 @@ class Run:
         if sum(model == name for model, _ in self.open.values()) < OPEN_MOST:
             self.count += 1
             id, number = RequestId(f"{self.count}"), self.rng.randrange(len(ASKED))
-            self.world.engines[name].add(id, request(ASKED[number]))
+            self.world.engines[name].add(id, question(ASKED[number]))
             self.open[id], self.said[id] = (name, number), []
 
     def abort(self) -> None:
@@ -143,7 +148,16 @@ class Run:
         held = engine.held()
         if held.kv_wanted > held.kv and self.rng.random() < 0.3:  # else the pages at hand must do
             engine.grow(min(held.kv_wanted - held.kv, self.world.build.device.stats().pages_free))
-        for output in engine.step():
+        self.take(engine.step(ahead=self.rng.random() < 0.8))
+        self.world.begun_ahead += engine.ahead
+
+    def settle(self, name: str) -> None:
+        """End the step under way, as the device's loop does before anything but a further step."""
+        if (engine := self.world.engines[name]).ahead:
+            self.take(engine.step())
+
+    def take(self, outputs: list[Output]) -> None:
+        for output in outputs:
             self.said[output.request] += output.tokens
             if output.finish is not None:
                 name, number = self.open.pop(output.request)
@@ -175,6 +189,7 @@ class Run:
     def put_out(self, name: str) -> None:
         engine = self.world.engines[name]
         if name in self.inside or engine.held().kv:
+            self.settle(name)
             engine.park()
             until(engine.parked)
             if name in self.inside:
@@ -194,7 +209,7 @@ def test_requests_that_come_back_together_leave_blocks_for_their_next_steps(worl
     said: dict[RequestId, list[int]] = {RequestId(f"equal {number}"): [] for number in range(count)}
     asked = dict(prompt=[44] * (size - MADE), temperature=0, max_tokens=2 * MADE)
     for id in said:
-        engine.add(id, request(asked, salt=id))
+        engine.add(id, question(asked, salt=id))
 
     def step() -> int:
         made = [output for output in engine.step() if output.tokens]
@@ -259,6 +274,7 @@ def switch_about(world: World, seed: int) -> None:
     assert sum(engine._scheduler._slabs.taken for engine in world.engines.values()) == 0
     prefixes = world.build.device_bytes().prefixes
     assert prefixes.brought and prefixes.dropped and not prefixes.wrong, prefixes
+    assert bool(world.begun_ahead) == world.async_scheduling
 
 
 def until_free(world: World, engine: Engine) -> None:

@@ -211,7 +211,7 @@ class Scripted:
     def __init__(self, fails: bool) -> None:
         self._fails = fails
 
-    def step(self) -> list[Output]:
+    def step(self, ahead: bool = False) -> list[Output]:
         if self._fails:
             raise EngineError("no")
         return [Output(RequestId("r"), [3, 4])]

@@ -1,13 +1,14 @@
-"""Requests that come to a device from a second runtime, when the expecting engine is full, closed or was never there.
-The engines are scripted by the tests."""
+"""Requests that come to a device from a second runtime, when the expecting engine is full, closed or was never there;
+and a request that leaves a device whose engine begins steps ahead. The engines are scripted by the tests."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from runtime import ipc
 from runtime.core.device.request import RequestId
-from runtime.core.engine import EngineError, Told
+from runtime.core.engine import EngineError, Output, Told
 from store.contract.wire import AbortMove, Commit, Copy, Departure, EngineSpec, KvForm, Prepare, Release, Residency
 from tests.runtime.device.test_device import TOKENS, Builder, Node, Scripted
 from tests.runtime.world import spec
@@ -259,3 +260,62 @@ def test_who_is_ours_already_lands_once() -> None:
     target.when(lambda: target.answered(1), Commit(move="m", departure=LEFT), AbortMove(move="m"))
     target.run(until=lambda: target.landed() and target.tokens == [[2], [3]])
     assert [type(answer) for answer in target.answers].count(Release) == 1
+
+
+class AheadEngine(Scripted):
+    """An engine that begins the next step ahead whenever allowed. Requests never end; a request leaves at once."""
+
+    def __init__(self, made: list[list[int]]) -> None:
+        super().__init__(made)
+        self.steps_ahead = 0
+
+    def step(self, ahead: bool = False) -> list[Output]:
+        time.sleep(1e-3)
+        for id in self.requests:
+            self.requests[id] += 1
+        self.ahead, self.steps_ahead = ahead, self.steps_ahead + ahead
+        return [Output(id, [made]) for id, made in self.requests.items()]
+
+    def copy(
+        self, request: RequestId, first: int, host: list[int] | None = None, admitted: bool = False
+    ) -> list[int] | None:
+        return None
+
+    def commit(self, request: RequestId, departure: Departure | None = None) -> Departure | None:
+        assert not self.ahead, "a request leaves between two steps"
+        self.calls.append("commit")
+        if request in self.requests:
+            self.made = self.requests.pop(request)
+            return None
+        return Departure(list(range(1, self.made + 1)), self.made, [4], b"")
+
+
+class AheadBuilder(MovableBuilder):
+    def __call__(self, spec: EngineSpec, told: Told, /) -> Scripted:
+        engine = self.engines[spec.key] = AheadEngine(self._made)
+        return engine
+
+
+class Source(Target):
+    """A device with model `a`, whose engine begins steps ahead."""
+
+    builder = AheadBuilder
+
+    def _note(self, message: ipc.ToNode) -> None:
+        if isinstance(message, Commit):
+            self.answers.append(message)
+        super()._note(message)
+
+
+def test_a_request_leaves_once_the_step_under_way_has_ended_and_no_token_is_lost() -> None:
+    source = Source()
+    start = source.start()
+    prepare = Prepare(move="m", source="r1", host_cache="", form=Scripted.kv_form, run=start.run, tokens=2, owner=OWNER)
+    source.when(source.resident, start)
+    source.when(lambda: len(source.tokens) > 20, ipc.PrepareMove(prepare, source=True))
+    source.run(until=lambda: source.answered(1))
+    (committed,) = source.answers
+    engine = source.build.engines["a"]
+    assert isinstance(committed, Commit) and isinstance(engine, AheadEngine)
+    assert engine.steps_ahead > 10 and engine.calls.count("commit") == 2
+    assert [token for made in source.tokens for token in made] == committed.departure.made

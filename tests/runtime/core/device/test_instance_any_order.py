@@ -119,6 +119,10 @@ class AnyOrder(RuleBasedStateMachine):
     def the_pool_grants_less(self, refuses: int) -> None:
         self.world.grants = lambda pages: max(0, pages - refuses)
 
+    @rule(ahead=st.booleans())
+    def engines_begin_steps_ahead(self, ahead: bool) -> None:
+        self.world.runs_ahead = lambda: ahead
+
     @precondition(lambda self: self.world.out is not None)
     @rule(fails=st.integers(0, 12), finish=st.booleans(), segment=st.integers(1, 8), data=st.data())
     def device_is_done(self, fails: int, finish: bool, segment: int, data: st.DataObject) -> None:
