@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from runtime.core.device.request import RequestId
 from runtime.core.engine import Engine, Output
-from store.contract.wire import EngineSpec
+from store.contract.wire import Departure, EngineSpec
 
 if TYPE_CHECKING:
     from runtime.engine.vllm import VllmEngine
@@ -108,6 +108,13 @@ def parked_about(
             asleep(engine)
             away()
             awake(engine, engine.held().kv_wanted)
+
+
+def departed(source: VllmEngine, id: RequestId) -> Departure:
+    """The departure of a request that has left the source, once its blocks are on the host."""
+    while (departure := source.commit(id)) is None:
+        pass
+    return departure
 
 
 def tokens(outputs: Sequence[Output]) -> list[int]:

@@ -1,10 +1,11 @@
-"""A hot model in the device process, eager and from CUDA graphs, beside vLLM's `LLM` as shipped and eager, on a GPU.
+"""A hot model in the device process, beside vLLM's `LLM` as shipped and eager, on a GPU.
 
 `python tests/bench/gpu/bench_hot.py [SHAPE [GATE]]`, by default 0.6B. With a GATE, the rounds begin when a file of the
 name exists: other work may use the device while vLLM compiles. The candidates are processes, live at the same time, and
 serve the same batches in turns. The bench writes a line of JSON for each size of a batch: milliseconds for a token of
 every request, prefill included, and the candidates' times over the time of vLLM as shipped, pair by pair. A further
-line compares the tokens. The shape `tiny` rehearses the bench without a GPU.
+line compares the tokens. The device process replays CUDA graphs, once with each step after the tokens of the last step,
+once with steps that begin ahead (STACCATO_ASYNC_SCHEDULING). The shape `tiny` rehearses the bench without a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ READY_S = 120.0
 COMPARED, COMPARED_TOKENS = 8, 64  # requests and tokens of each whose tokens are compared
 KV_BYTES, POOL_ROOM, HOST_ROOM = 6 * GIB, 8 * GIB, 3 * GIB
 SHIPPED, EAGER = "vLLM as shipped", "vLLM eager"
-OURS, OURS_GRAPHS = "ours eager", "ours with graphs"
+OURS, OURS_AHEAD = "ours, step after step", "ours, steps ahead"
 
 
 async def main(name: str, gate: Path | None) -> None:
@@ -50,9 +51,10 @@ async def main(name: str, gate: Path | None) -> None:
     bare = {EAGER: Bare(Path(spec.path), settings | dict(enforce_eager=True), log=None)}
     if not tiny:
         bare[SHIPPED] = Bare(Path(spec.path), settings, log=None)
-    ours = {OURS: await Ours.start(spec, memory=memory)}
-    if not tiny:
-        ours[OURS_GRAPHS] = await Ours.start(spec, memory=memory, cuda_graphs=GRAPHS)
+    ours = {
+        OURS: await Ours.start(spec, memory=memory, cuda_graphs=GRAPHS),
+        OURS_AHEAD: await Ours.start(spec, memory=memory, cuda_graphs=GRAPHS, async_scheduling=True),
+    }
     failed: list[str] = []
 
     async def served(who: str, tokens: int, requests: int) -> Batch:

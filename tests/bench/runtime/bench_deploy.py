@@ -2,7 +2,8 @@
 
 `staccato up` with a model that makes eight streams. Each round takes the longest gap between two tokens of any stream,
 first in a quiet window, then in a window with six deployments of new models, one after another, each read from files.
-Bound: the quiet gap, two steps and 10 ms, in the median of the rounds.
+Bound: the quiet gap, two steps and 10 ms, in the median of the rounds. For the longest gap of each round the bench
+prints what the device did meanwhile, by the platform's own timeline.
 
 `python tests/bench/runtime/bench_deploy.py [--rounds 5]`
 """
@@ -10,18 +11,17 @@ Bound: the quiet gap, two steps and 10 ms, in the median of the rounds.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import httpx
+from urllib.parse import urlencode
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
@@ -40,62 +40,63 @@ NEW: list[dict[str, Any]] = [
 ]
 KINDS = ("llama", "qwen3", "mistral")
 QUIET_S = 4.0
+PIPE_S = 0.2  # time in which lines of the reading process arrive
 
 
-@dataclass
 class Reader:
-    """Eight streams of one model; the gaps between two tokens of a stream, with the time of each gap's end."""
+    """Eight streams of one model, read by a process: the gaps between two tokens, with the time of each gap's end."""
 
-    platform: Platform
-    gaps: list[tuple[float, float]] = field(default_factory=list)
+    def __init__(self, platform: Platform) -> None:
+        self.gaps: list[tuple[float, float]] = []
+        command = [sys.executable, str(Path(__file__).with_name("gaps.py")), str(platform.port)]
+        command += [platform.keys["acme"], "served", str(STREAMS)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
 
-    async def run(self) -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=300, limits=limits) as client:
-            await asyncio.gather(*(self._stream(client, number) for number in range(STREAMS)))
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            at, gap = map(float, line.split())
+            self.gaps.append((at, gap))
 
-    async def _stream(self, client: httpx.AsyncClient, number: int) -> None:
-        body = {"model": "served", "prompt": [5, 6, 7 + number], "max_tokens": 1000, "ignore_eos": True, "stream": True}
-        headers = {"authorization": f"Bearer {self.platform.keys['acme']}"}
-        while True:
-            post = client.stream("POST", f"{self.platform.url}/v1/completions", json=body, headers=headers)
-            async with post as response:
-                assert response.status_code == 200, await response.aread()
-                last = None
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        now = time.monotonic()
-                        if last is not None:
-                            self.gaps.append((now, now - last))
-                        last = now
+    def of(self, since: float) -> list[tuple[float, float]]:
+        """Gaps that ended after `since`, as (seconds, end). Raises RuntimeError if the streams have ended."""
+        if self._process.poll() is not None:
+            raise RuntimeError("the process that reads the streams has ended")
+        time.sleep(PIPE_S)
+        return [(gap, at) for at, gap in list(self.gaps) if at >= since]
 
-    def of(self, since: float) -> list[float]:
-        return [gap for at, gap in self.gaps if at >= since]
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._thread.join()
 
 
-async def measured(platform: Platform, folder: Path, rounds: int) -> dict[str, object]:
+def measured(platform: Platform, folder: Path, rounds: int) -> dict[str, object]:
     reader = Reader(platform)
-    reading = asyncio.create_task(reader.run())
-    await asyncio.sleep(2 * QUIET_S)
+    time.sleep(2 * QUIET_S)
     quiet, busy, step, step_busy, took = [], [], [], [], []
-    for round_ in range(rounds):
-        since = time.monotonic()
-        await asyncio.sleep(QUIET_S)
-        gaps = reader.of(since)
-        quiet.append(max(gaps) * 1e3)
-        step.append(statistics.median(gaps) * 1e3)
-        since = time.monotonic()
-        await asyncio.to_thread(deploy_all, platform, folder, round_)
-        took.append(time.monotonic() - since)
-        busy.append(max(reader.of(since)) * 1e3)
-        step_busy.append(statistics.median(reader.of(since)) * 1e3)
-        await asyncio.to_thread(remove_all, platform, round_)
-        print(f"round {round_ + 1}: {quiet[-1]:.1f} ms quiet, {busy[-1]:.1f} ms deploying", file=sys.stderr, flush=True)
-        if reading.done():
-            reading.result()
-    reading.cancel()
-    with suppress(asyncio.CancelledError):
-        await reading
+    try:
+        for round_ in range(rounds):
+            since = time.monotonic()
+            time.sleep(QUIET_S)
+            gaps = reader.of(since)
+            quiet.append(max(gaps)[0] * 1e3)
+            step.append(statistics.median(gap for gap, _ in gaps) * 1e3)
+            since = time.monotonic()
+            deploy_all(platform, folder, round_)
+            took.append(time.monotonic() - since)
+            gaps = reader.of(since)
+            longest, at = max(gaps)
+            busy.append(longest * 1e3)
+            step_busy.append(statistics.median(gap for gap, _ in gaps) * 1e3)
+            did = device_did(platform, at - longest, at)
+            remove_all(platform, round_)
+            said = f"round {round_ + 1}: {quiet[-1]:.1f} ms quiet, {busy[-1]:.1f} ms deploying; the device: {did}"
+            print(said, file=sys.stderr, flush=True)
+    finally:
+        reader.close()
     most = [gap + STEPS_ALLOWED * one + MORE_MS for gap, one in zip(quiet, step, strict=True)]
     return {
         "streams": STREAMS,
@@ -108,6 +109,22 @@ async def measured(platform: Platform, folder: Path, rounds: int) -> dict[str, o
         "bound_ms": round(statistics.median(most), 1),
         "met": statistics.median(busy) <= statistics.median(most),
     }
+
+
+def device_did(platform: Platform, began: float, ended: float) -> str:
+    """Uses of the device's time and stages of models from `began` to `ended`, in seconds of the monotonic clock, as
+    (milliseconds after `began`: what, milliseconds)."""
+    wall = time.time() - time.monotonic()
+    moments = [datetime.fromtimestamp(wall + at, UTC).isoformat() for at in (began - 0.02, ended)]
+    (gpu,) = platform.get("/api/v1/gpus").json()["data"]
+    asked = urlencode(dict(zip(("from", "to"), moments, strict=True)))
+    shown = platform.get(f"/api/v1/gpus/{gpu['id']}/timeline?{asked}").json()
+    from_us, parts = (wall + began) * 1e6, []
+    for part in sorted([*shown["spans"], *shown["stages"]], key=lambda part: int(part["at_us"])):
+        if part["at_us"] + part["us"] >= from_us:
+            what = part.get("use") or part["name"]
+            parts.append(f"({(part['at_us'] - from_us) / 1e3:.0f}: {what}, {part['us'] / 1e3:.0f})")
+    return " ".join(parts)
 
 
 def deploy_all(platform: Platform, folder: Path, round_: int) -> None:
@@ -146,7 +163,7 @@ def main() -> int:
             platform.tenant("acme")
             platform.model("served", folder / "served")
             platform.deploy("acme", "served", scaling={"idle": "never"})
-            found = asyncio.run(measured(platform, folder, rounds))
+            found = measured(platform, folder, rounds)
         finally:
             platform.stop()
     print(json.dumps(found | {"load": load()}), flush=True)

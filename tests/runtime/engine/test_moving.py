@@ -16,7 +16,7 @@ from runtime.core.engine import BadRequest, EngineError, Output
 from runtime.engine.vllm import VllmEngine
 from runtime.memory.native import FaultPoint
 from store.contract.wire import Departure
-from tests.runtime.engines import add, asleep, awake, drive, grammar_of, payload, spec, tokens, until
+from tests.runtime.engines import add, asleep, awake, departed, drive, grammar_of, payload, spec, tokens, until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
 POOL_BYTES, HOST_BYTES = 18 << 20, 128 << 20
@@ -192,13 +192,6 @@ class Move:
         if self.target.copied(self.id):
             self.source.abort([self.id])
             self.ended = True
-
-
-def departed(source: VllmEngine, id: RequestId) -> Departure:
-    """The departure of a request that has left the source, once its blocks are on the host."""
-    while (departure := source.commit(id)) is None:
-        pass
-    return departure
 
 
 def finish_move(move: Move) -> None:
