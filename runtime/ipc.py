@@ -44,7 +44,7 @@ class Began(msgspec.Struct, frozen=True):
     numa_node: int = -1  # node of the host next to the GPU; -1: any
     prefixes: tuple[int, float] = (0, 0.0)  # bound on blocks of ended requests in the host cache, seconds they last
     cuda_graphs: int = 0  # most requests of a decode step that a GPU replays from a CUDA graph; 0: every step is eager
-    async_scheduling: bool = False  # begin a step before the last step's tokens are known: a GPU computes meanwhile
+    async_scheduling: bool | None = None  # begin a step before the last step's tokens are known; None: on GPUs alone
 
     def arguments(self) -> list[str]:
         return [msgspec.json.encode(self).decode()]

@@ -126,8 +126,8 @@ class Builder:
         prefixes: bound on the blocks of ended requests in the host cache, in bytes, and the seconds until an unused
             block goes; 0 bytes: none are kept.
         graphs: on a GPU, the most requests of a decode step that is replayed from a CUDA graph; 0: no graphs.
-        async_scheduling: whether a step may begin before the tokens of the step before are known. A GPU computes
-            meanwhile; on a CPU the step ends before the next step begins, so each token only comes a step later.
+        async_scheduling: whether a step may begin before the tokens of the step before are known; None: on a GPU alone.
+            A GPU computes meanwhile; on a CPU a step ends before the next begins, so each token comes a step later.
         lazy: a page of the pool gets memory when first used; for a process that builds no more than an image."""
 
     def __init__(
@@ -142,7 +142,7 @@ class Builder:
         disk: tuple[str, int] = ("", 0),
         prefixes: tuple[int, float] = (0, 0.0),
         graphs: int = 0,
-        async_scheduling: bool = False,
+        async_scheduling: bool | None = None,
         lazy: bool = False,
     ) -> None:
         numa.bind(numa_node)
@@ -163,7 +163,7 @@ class Builder:
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
         self.life, self.block_tokens = self.images.life, 0
         self._graphs = graphs if backend is Backend.CUDA else 0
-        self._async_scheduling = async_scheduling
+        self._async_scheduling = backend is Backend.CUDA if async_scheduling is None else async_scheduling
         # A second process would need memory of the GPU, which the pool has nearly all of.
         self.makes_images_beside = backend is Backend.HOST
         self.builds_in_pool = backend is Backend.CUDA

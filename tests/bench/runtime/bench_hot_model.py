@@ -27,6 +27,7 @@ from tests.bench.timing import load, milliseconds, one_thread, ratios  # noqa: E
 
 BATCH, PROMPT_TOKENS = 8, 32
 KV_BYTES = 64 << 20
+POLICY = "slack"  # as a runtime without settings
 MEMORY = 256 << 20, 1 << 30  # pool and host cache: the hot model, its KV cache, and room for a sleeper to be checked
 SLEEPERS = 8
 SLEEPER_SHAPE: dict[str, Any] = dict(hidden=128, layers=2)
@@ -126,7 +127,7 @@ class Ours:
         `memory`: bytes of the pool and of the host cache. `more`: further settings of `ipc.Began`."""
         ours, theirs = ipc.pair()
         with theirs:
-            arguments = ipc.Began(theirs.fileno(), "round-robin", *memory, **more).arguments()
+            arguments = ipc.Began(theirs.fileno(), POLICY, *memory, **more).arguments()
             child = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "runtime.device", *arguments, pass_fds=[theirs.fileno()], cwd=ROOT
             )
