@@ -123,9 +123,8 @@ class ServingEngine(Protocol):
 
         With `ahead` the engine may begin the next iteration before the outputs of this iteration are known: the device
         has work while the caller reads outputs. If the engine has, `self.ahead` is true, and the next call returns the
-        outputs of the iteration begun; without `ahead` that call begins no further iteration. Meanwhile requests may
-        come, leave by `abort`, and have blocks copied by `copy`, and the engine may `grow`, `shrink` and `close`;
-        every other call needs `self.ahead` to be false.
+        outputs of the iteration begun; without `ahead` that call begins no further iteration. While `self.ahead` is
+        true, do not call `fetch`, `check`, `park` or `evict`, nor `commit` for a request that leaves.
 
         If no request is on the device yet, waits for the first arriving request. If KV pages are short, steps the
         requests that fit; returns [] if none fits. Call only after `arrived` returned True. After any exception the

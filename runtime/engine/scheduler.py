@@ -439,9 +439,7 @@ class PooledScheduler(AsyncScheduler):
         requests come first: the next step shall compute them."""
         if self._parked or self._arriving or self._leaving is not None or self.kv_holding_waiting:
             return False
-        if self.new_requests() or any([request.is_prefill_chunk for request in self.running]):
-            return False
-        if any([request.use_structured_output for request in self.running]):
+        if self.new_requests() or any([one.is_prefill_chunk or one.use_structured_output for one in self.running]):
             return False
         return 0 < len(self.running) * len(self.groups.groups) <= self.blocks.get_num_free_blocks()
 
