@@ -366,11 +366,11 @@ def test_cached_tokens_are_the_tokens_that_no_step_computed(
 
 @contextmanager
 def counted(engine: VllmEngine) -> Iterator[list[int]]:
-    """The tokens that each step computes, in a list that grows."""
+    """Count the tokens of each step of an engine. Yields a list with an item for each step so far."""
     steps, step = list[int](), engine.step
 
-    def noted() -> list[Output]:
-        outputs = step()
+    def noted(ahead: bool) -> list[Output]:
+        outputs = step(ahead=ahead)
         steps.append(engine._scheduler.scheduled_tokens)
         return outputs
 
