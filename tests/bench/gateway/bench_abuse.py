@@ -2,10 +2,10 @@
 
 `staccato up` with two tenants. The first tenant streams tokens; the second tenant misbehaves from a second address, in
 windows between quiet windows. For every kind of abuse: how many connections the gateway answered with which status, how
-many connections the gateway cut, how long the longest connection lived, and the gateway's growth in memory; and the
-streaming tenant's p95 between two tokens (and longest pause), in the window over the mean of the quiet windows before
-and after the window. Abusers (a process of the lowest priority), reader and platform share the machine's cores: the
-bench prints the cores used by abusers, reader, platform, and the rest of the machine.
+many connections the gateway cut, how long the longest connection lived, the gateway's growth in memory, and the longest
+answer of `/healthz`; and the streaming tenant's p95 between two tokens (and longest pause), in the window over the mean
+of the quiet windows before and after the window. Abusers (a process of the lowest priority), reader and platform share
+the machine's cores: the bench prints the cores used by abusers, reader, platform, and the rest of the machine.
 
 Attacks are single requests that ask for much (`attacks.py`), sent in turn by a client, a second apart. For every
 attack, in paired rounds: the longest gap in a second tenant's stream on a second model, and the longest answer of
@@ -152,6 +152,7 @@ async def measure(platform: Platform, abusers: Abusers, job: Job, chosen: argpar
     gaps = Gaps(platform)
     grown = 0
     quiet, loud, loads, longest = list[float](), list[float](), list[float](), dict[str, list[float]]()
+    health = list[float]()
     cores = list[dict[str, dict[str, float]]]()
     ends: Counter[str] = Counter()
     lived: list[float] = []
@@ -164,7 +165,9 @@ async def measure(platform: Platform, abusers: Abusers, job: Job, chosen: argpar
             rss, used = gateway.memory_info().rss, Cores(platform, abusers)
             window = asyncio.create_task(asyncio.to_thread(abusers.run, job))
             watching = asyncio.create_task(most_rss(gateway, window))
+            asking = asyncio.create_task(longest_health_ms(platform.url, window))
             during = await gaps.during(window)
+            health.append(await asking)
             cores[-1]["loud"] = used.used()
             grown = max(grown, await watching - rss)
             after = await gaps.during(asyncio.sleep(WINDOW_S))
@@ -178,6 +181,7 @@ async def measure(platform: Platform, abusers: Abusers, job: Job, chosen: argpar
     ratio = spread((a / b for a, b in zip(loud, quiet, strict=True)), 2)
     said = {"ends": dict(ends), "lived_s_most": round(max(lived, default=0), 1), "grown_mib": round(grown / MIB)}
     p95 = {"p95_ms": spread(loud, 1), "quiet_ms": spread(quiet, 1), "ratio": ratio, "longest": longest}
+    p95["health_ms"] = spread(health, 0)
     conditions = {"cores": cores, "load_before": loads, "load": load()}
     return {"kind": job.kind, "connections": job.connections, **said, **p95, **conditions}
 
