@@ -54,7 +54,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     target_revision: int | None
     residency: str
     conditions: list[Condition]
-    progress: Progress | None  # a runtime's reading of the model's files, now
+    progress: Progress | None  # a runtime's reading of the model's files, or the builds before the model's own
     last_cold_start_ms: float | None
     attainment: AttainedShares | None  # None: no request has ended yet
 
@@ -68,7 +68,7 @@ def status(deployment: Deployment, active: States, target: States, attained: Ite
         target_revision=deployment.target.number if deployment.target else None,
         residency=_tier(active),
         conditions=_conditions(deployment, active, target),
-        progress=_progress(active),
+        progress=_progress(active, deployment.active.engine.weight_bytes),
         last_cold_start_ms=round(max(loads_ms), 1) if loads_ms else None,
         attainment=shares(attained),
     )
@@ -117,15 +117,30 @@ def _tier(states: States) -> str:
     return ("disk" if "disk" in tiers else tiers[0]) if tiers else "none"
 
 
-def _progress(states: States) -> Progress | None:
-    """Progress of the most advanced runtime; the remaining time assumes the average speed so far."""
+def _progress(states: States, weight_bytes: int) -> Progress | None:
+    """Progress of the most advanced runtime: of the reading of files, at the average speed so far, or the place in the
+    queue of builds, at the speed of the last builds. None: no runtime has to build the model."""
     reading = [state for state in states.values() if state.files_bytes > 0]
     if not reading:
-        return None
+        return _queued(states, weight_bytes)
     state = max(reading, key=lambda state: state.read_bytes / state.files_bytes)
     left_bytes = state.files_bytes - state.read_bytes
     eta_s = round(state.reading_s * left_bytes / state.read_bytes) if state.read_bytes else None
     return Progress(done_bytes=state.read_bytes, total_bytes=state.files_bytes, eta_s=eta_s)
+
+
+def _queued(states: States, weight_bytes: int) -> Progress | None:
+    due = [state for state in states.values() if state.build_place]
+    if not due:
+        return None
+    state = min(due, key=lambda state: state.build_place)
+    before = state.build_place - 1
+    return Progress(
+        done_bytes=0,
+        total_bytes=weight_bytes,
+        eta_s=round(state.build_eta_s) if state.build_eta_s else None,
+        waits_for=f"{before} model{'s are' if before > 1 else ' is'} built first" if before else None,
+    )
 
 
 def _conditions(deployment: Deployment, active: States, target: States) -> list[Condition]:

@@ -102,7 +102,9 @@ function revisions({ status, target }) {
 
 const pill = (phase, progress) => h("span", { class: `pill ${phase}` }, progress ? `${phase}, ${read(progress)}` : phase);
 
-const read = (progress) => `${bytes(progress.done_bytes)} of ${bytes(progress.total_bytes)}`;
+const read = (progress) =>
+  (progress.waits_for ?? `${bytes(progress.done_bytes)} of ${bytes(progress.total_bytes)}`) +
+  (progress.eta_s === null || progress.eta_s === undefined ? "" : `, about ${progress.eta_s} s`);
 
 function described(one) {
   const { target } = one;

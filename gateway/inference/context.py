@@ -74,6 +74,7 @@ class RequestContext:
     way: str = VLLM  # the way that the request took
     writer: PieceWriter | None = None  # takes pieces of a stream without ASGI's messages
     there: Callable[[], bool] = lambda: True  # whether the client is still there
+    expected_s: Callable[[], float | None] = lambda: None  # seconds until the model's engine is built; None: not known
     refused: Problem | None = None  # the client's answer instead of vLLM's words
     failure: Problem | None = None  # error that ended a stream; vLLM's words for Anthropic's clients lose the error
     streaming: bool = False

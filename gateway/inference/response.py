@@ -8,6 +8,7 @@ failure after the first token is one `data: {"error": ...}` and no `[DONE]`.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 from starlette.types import Message, Send
@@ -24,6 +25,12 @@ _ERROR = (b'data: {"error"', b"event: error\n")  # OpenAI's and Anthropic's
 _DONE = b"data: [DONE]"
 # Clients read a finish reason that clients know; the comment in the stream says which limit ended the request.
 EXHAUSTED = b": x-staccato-finish: budget_exhausted\n\n"
+
+
+def waiting(expected_s: float | None) -> bytes:
+    """Return the comment for a client that waits for a model, with the expected seconds if these are known."""
+    known = "" if expected_s is None else f", which takes about {math.ceil(expected_s)} s more to be built"
+    return f": waiting for the model{known}\n\n".encode()
 
 
 class ResponseWriter:
@@ -194,4 +201,4 @@ class ResponseWriter:
                     return
             elif self._head is not None and self._context.streaming and not (self._context.made_tokens or self.failed):
                 await self._start()
-                await self._out(b": waiting for the model\n\n", True)
+                await self._out(waiting(self._context.expected_s()), True)

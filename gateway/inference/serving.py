@@ -7,6 +7,7 @@ and `ResponseWriter` counts each piece in the request's slot of the journal as t
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ class RequestServing:
         if generates and self.reserve:
             self.reserve.check()
         resumes = context.resumes_after is not None
+        context.expected_s = lambda: self.fleet.build_eta_s(context.target.spec.key)
         admission = await self.quotas.admit(context.caller, context.target, generates, resumes)
         try:
             if resumes:
@@ -112,7 +114,8 @@ class RequestServing:
                 deadline = min(deadline, began_s + FIRST_RUNTIME_S)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise Problem(503, "no_runtime", self._no_runtime(), headers={"retry-after": "2"})
+                after_s = max(2, math.ceil(self.fleet.build_eta_s(target.spec.key) or 0))
+                raise Problem(503, "no_runtime", self._no_runtime(), headers={"retry-after": str(after_s)})
             await self.fleet.change(min(left_s, HOLD_POLL_S))
 
     def _no_runtime(self) -> str:

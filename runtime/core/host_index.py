@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 FOLIO_BYTES = 2 << 20
+RUNS_MOST = 4096  # runs beyond which no blocks are parked: 4096 runs of up to 200 bytes fit into half of the index
 INDEX_BYTES = FOLIO_BYTES  # the index lies at the beginning of the file; runs and gaps fill the rest
 
 
@@ -186,22 +187,27 @@ def best_fit(gaps: list[Range], size: int) -> list[Range]:
     return [Range(start, start + size)]
 
 
-def fit_blocks(gaps: list[Range], count: int, block_bytes: int) -> list[Range]:
+def fit_blocks(gaps: list[Range], count: int, block_bytes: int, piece_bytes: int = 1 << 62) -> list[Range]:
     """Ranges of whole folios with room for `count` blocks, from the largest gaps, so that ranges are few; [] if the
     room does not suffice.
 
-    Blocks begin at multiples of their size, so a range may hold more bytes than its blocks."""
+    Blocks begin at multiples of their size, so a range may hold more bytes than its blocks. The blocks of a range have
+    at most `piece_bytes` bytes together, or a single block is larger."""
     ranges = []
     for gap in sorted(gaps, key=lambda gap: -gap.bytes):
-        first, end = -(-gap.start // block_bytes), gap.end // block_bytes
-        share = min(count, end - first)
-        if share > 0:
+        while count and (room := blocks_in(gap, block_bytes)):
+            share = min(count, room, max(1, piece_bytes // block_bytes))
+            first = -(-gap.start // block_bytes)
             start = first * block_bytes // FOLIO_BYTES * FOLIO_BYTES
             ranges.append(Range(start, whole_folios((first + share) * block_bytes)))
             count -= share
-        if count == 0:
-            return ranges
-    return []
+            gap = Range(ranges[-1].end, gap.end)
+    return [] if count else ranges
+
+
+def blocks_in(range_: Range, block_bytes: int) -> int:
+    """The number of whole blocks in a range: blocks begin at multiples of their size."""
+    return max(0, range_.end // block_bytes - -(-range_.start // block_bytes))
 
 
 def whole_folios(size: int) -> int:

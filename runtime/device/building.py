@@ -6,22 +6,26 @@ process of its own (runtime/imaging.py), and the device then builds the engine a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import structlog
+from msgspec import structs
 
 from runtime.core.device.events import BuildFailed, Built, Checked, Event, ImageOver, Unfinished
+from runtime.core.device.model import Model
 from runtime.core.device.request import ModelKey
 from runtime.core.engine import Engine, EngineBuilder, EngineError, NoHostRoom, WeightSource
 from runtime.device.stepping import Stepping
 from runtime.ipc import ImageMade, MakeImage, StopImage
 from runtime.slices import Sliced
-from store.contract.wire import EngineSpec
+from store.contract.wire import EngineSpec, ModelState
 
 log = structlog.get_logger()
 
 SLICE_S = 2e-3  # about a step of a small model
+PACED = 16  # builds whose durations tell how long further builds take
 
 
 class ImageOrders:
@@ -41,6 +45,12 @@ class ImageOrders:
         self._has_image, self._waited_for, self._send = has_image, waited_for, send
         self._waiting: dict[ModelKey, EngineSpec] = {}
         self._under_way: ModelKey | None = None
+
+    @property
+    def queue(self) -> list[ModelKey]:
+        """Models whose images are ordered, in the order in which the images are made."""
+        first = [self._under_way] if self._under_way is not None else []
+        return [*first, *sorted(self._waiting, key=lambda model: not self._waited_for(model))]
 
     def order(self, spec: EngineSpec) -> bool:
         """Order the model's image, unless the host cache has the image. Returns whether the build must wait."""
@@ -63,9 +73,26 @@ class ImageOrders:
 
     def _next(self) -> None:
         if self._under_way is None and self._waiting:
-            wanted = [model for model in self._waiting if self._waited_for(model)]
-            self._under_way = wanted[0] if wanted else next(iter(self._waiting))
+            self._under_way = self.queue[0]
             self._send(MakeImage(self._waiting.pop(self._under_way)))
+
+
+class BuildPace:
+    """How long the last builds took, to tell how long builds to come take."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[int, float]] = deque(maxlen=PACED)  # bytes of the weights, seconds
+
+    def note(self, weight_bytes: int, took_s: float) -> None:
+        """Note that an engine with weights of `weight_bytes` bytes was built in `took_s` seconds."""
+        self._last.append((max(1, weight_bytes), took_s))
+
+    def expected_s(self, weight_bytes: int) -> float | None:
+        """Seconds for a build at the speed of the last builds, and no less than their shortest; None: not known."""
+        if not self._last:
+            return None
+        speed = sum(took_s for _, took_s in self._last) / sum(size for size, _ in self._last)
+        return max(weight_bytes * speed, min(took_s for _, took_s in self._last))
 
 
 class Builds:
@@ -90,6 +117,8 @@ class Builds:
         self._imaged: set[ModelKey] = set()  # models whose images were made for the build under way
         self._slices: dict[ModelKey, Sliced[Engine]] = {}
         self._began: dict[ModelKey, float] = {}
+        self._pace = BuildPace()
+        self._over_at = float("-inf")  # end of the last build
 
     def go_on(self, spec: EngineSpec) -> tuple[Built | BuildFailed | Unfinished, Engine | None]:
         """Begin a build or carry out the next slice. Returns the event for the machine, and the engine once built."""
@@ -114,7 +143,26 @@ class Builds:
         finally:
             self._stepping.end_build(over=self._slices[model].over)
         log.info("device.built", model=model, took_ms=round(took_s * 1e3), source=source)
+        self._pace.note(spec.weight_bytes, self._clock() - max(began, self._over_at))
+        self._over_at = self._clock()
         return built, engine
+
+    def queued(self, models: Sequence[tuple[Model, ModelState]]) -> dict[str, ModelState]:
+        """Return the states by model, with places in the queue of builds and times until the engines are built.
+
+        The time of a build under way counts from the order for the build, or from the end of the build before."""
+        states = {str(model.key): state for model, state in models}
+        due = {model.key: model.spec for model, _ in models if model.builds}
+        ordered = self._orders.queue if self._orders is not None else []
+        begun = [model for model in self._slices if model in due]
+        queue = [*dict.fromkeys([*begun, *(model for model in ordered if model in due), *due])]
+        now, eta_s = self._clock(), 0.0
+        for place, model in enumerate(queue, 1):
+            if (expected_s := self._pace.expected_s(due[model].weight_bytes)) is not None:
+                passed_s = now - max(self._began.get(model, now), self._over_at) if place == 1 else 0.0
+                eta_s += max(1.0, expected_s - passed_s)
+            states[model] = structs.replace(states[model], build_place=place, build_eta_s=round(eta_s, 1))
+        return states
 
     def _no_room(self, model: ModelKey, error: str, lacks_bytes: int) -> BuildFailed:
         log.info("device.no_host_room", model=model, lacks_bytes=lacks_bytes)

@@ -452,7 +452,7 @@ class Device:
             pages_used=pages.used,
             device_bytes=self._build.device_bytes(),
             block_tokens=self._build.block_tokens,
-            models={str(key): self._model_state(model) for key, model in self.instance.models.items()},
+            models=self._builds.queued([(model, self._model_state(model)) for model in self.instance.models.values()]),
             attainment=dict(self.instance.requests.attainment.totals),
             accounts=self.account.shown(self._clock(), len(self.instance.requests) > 0),
             wakes={source: times.shown() for source, times in self._clocks.wakes.items()},

@@ -80,7 +80,7 @@ class PooledScheduler(AsyncScheduler):
         self.keeps_prefixes = False  # whether blocks of ended requests go to the host cache; needs plain groups
 
     def take_over(self, kv: KvRegion, images: Images) -> None:
-        self.kv, self._cache, self._slabs = kv, images.cache, Slabs(images, kv.block_bytes)
+        self.kv, self._cache, self._slabs = kv, images.cache, Slabs(images.parked, kv.block_bytes)
         self.blocks = ElasticBlockPool.take_over(self.kv_cache_manager.block_pool, kv)
 
     # ── out ───────────────────────────────────────────────────────────────────────────────────────────────────────────

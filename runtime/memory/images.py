@@ -34,18 +34,16 @@ from runtime.core.host_index import (
     INDEX_BYTES,
     FolioRun,
     Index,
-    Range,
     RunState,
     best_fit,
-    fit_blocks,
     whole_folios,
 )
 from runtime.memory.locks import MEMBER_LOCKS, IndexLocks
-from runtime.memory.native import CacheMemory, Code, DevicePool, PoolError
+from runtime.memory.native import CacheMemory, DevicePool
+from runtime.memory.parked import ParkedMemory
 from runtime.memory.pinning import NothingPinned, PinnedRuns
-from runtime.memory.slabs import Extent, HostBlockHold, Slabs
+from runtime.memory.slabs import HostBlockHold
 
-RUNS_MOST = 4096  # runs beyond which no blocks are parked: 4096 runs of up to 200 bytes fit into half of the index
 META_MOST = (1 << 20) - 4096  # bytes
 NOTES_BYTES = META_MOST + 4096  # room behind each image for meta and checksums, asked for before both are known
 SAMPLE_BYTES = 64 << 10
@@ -144,9 +142,9 @@ class Images:
     def __init__(self, cache: CacheMemory, kept_bytes: int = 0, kept_together: int = 0) -> None:
         self.cache = cache
         self.below: ImageTier | None = None
-        self._kept_bytes, self._kept_together, self._members = kept_bytes, kept_together, 1  # see `create`
-        self._empty: dict[int, tuple[Slabs, Extent]] = {}  # empty extents by offset, the longest empty first
         self.pinned = NothingPinned()
+        self.parked = ParkedMemory(self, kept_bytes, kept_together)
+        self.members = 1  # runtimes of the cache, as of the last change of the index
         self._locks = IndexLocks(cache.fd)
         self._view = cache.view(0, INDEX_BYTES)
         self._closed = False
@@ -164,7 +162,8 @@ class Images:
             cache_bytes: the most bytes of the cache, the index included; rounded down to whole folios.
             kept_bytes: memory for parked requests is dear to get, so up to `kept_bytes` are kept while empty.
             kept_together: where a GPU's driver registers the memory besides, which takes 0.2 s for each GiB, all
-                runtimes of the cache keep up to `kept_together` bytes in equal parts, if that is more."""
+                runtimes of the cache keep up to `kept_together` bytes in equal parts, if that is more, and get these
+                bytes before a request is parked. Of these bytes, those above `kept_bytes` give way to images."""
         size = cache_bytes // FOLIO_BYTES * FOLIO_BYTES
         if size <= INDEX_BYTES:
             raise ValueError(
@@ -200,8 +199,11 @@ class Images:
         return self.cache.fd
 
     def pin_for(self, device: DevicePool) -> None:
-        """Register with the driver of a GPU whatever this runtime holds from now on; call before anything is held."""
+        """Register with the driver of a GPU whatever this runtime holds from now on; call before anything is held.
+
+        A thread fills the reserve for parked requests, and registers its memory, within this runtime's share."""
         self.pinned = PinnedRuns(self.cache, device)
+        self.parked.fill()
 
     def find(self, key: ImageKey) -> Image | None:
         """The image with a key, pinned until released; None if the cache has no finished image."""
@@ -233,7 +235,7 @@ class Images:
         while (run := self._claimed(str(key), image_bytes, deadline)) is None:
             time.sleep(POLL_S)
         if run.image_bytes != image_bytes:
-            self._give_back(run.offset)
+            self.give_back(run.offset)
             raise ValueError(
                 f"the image of {key.digest} has {run.image_bytes} bytes, {image_bytes} are expected: something that "
                 "decides its layout is missing in its key"
@@ -246,7 +248,7 @@ class Images:
                 self.cache.commit(run.offset, run.bytes)
             self.pinned.take(run.offset, run.bytes)
         except BaseException:
-            self._give_back(run.offset)
+            self.give_back(run.offset)
             raise
         return Making(self, run)
 
@@ -283,7 +285,7 @@ class Images:
                 index.pin(run, self.member)
         for run in runs:
             self.pinned.take(run.offset, run.bytes)
-        return HostBlockHold(self, [run.offset for run in runs])
+        return HostBlockHold(self.release, [run.offset for run in runs])
 
     def stats(self) -> HostCacheStats:
         with self.change() as index:
@@ -307,6 +309,7 @@ class Images:
         """Let go of pins, unfinished images and parked blocks of this runtime, and close the cache.
 
         Touching a view of the cache afterwards ends the process."""
+        self.parked.close()
         self._closed = True
         self.pinned.close()
         with self.change() as index:
@@ -345,9 +348,7 @@ class Images:
                     "was waited for: see what holds it up, or end it and another takes over"
                 )
             if run is None:
-                ranges = index.allocate(lambda gaps: best_fit(gaps, size))
-                if not ranges and self._drop_empty(index):
-                    ranges = index.allocate(lambda gaps: best_fit(gaps, size))
+                ranges = self.parked.allocate(index, lambda gaps: best_fit(gaps, size))
                 if not ranges:
                     raise HostCacheFull(size, index)
                 run = FolioRun(ranges[0].start, size, RunState.MAKING, {}, key, image_bytes)
@@ -367,64 +368,16 @@ class Images:
         return self._image(run)
 
     def release(self, offset: int) -> None:
+        """Give back a pin of this runtime on the run at `offset`, after the run's registration has ended."""
         if not self._closed:
-            self.pinned.leave(offset, partial(self._give_back, offset))
+            self.pinned.leave(offset, partial(self.give_back, offset))
 
-    def _give_back(self, offset: int) -> None:
+    def give_back(self, offset: int) -> None:
+        """Give back a pin of this runtime in the index alone: the run is not registered with a driver."""
         if self._closed:  # `close` dropped all pins
             return
         with self.change() as index:
             index.unpin(index.at(offset), self.member)
-
-    def lend(self, blocks: int, block_bytes: int) -> list[Range]:
-        """Allocate memory for `blocks` blocks, in one range or several; returns [] if there is too little memory."""
-        ranges = self._lend(blocks, block_bytes)
-        if not ranges and self.pinned.settle():
-            ranges = self._lend(blocks, block_bytes)
-        return ranges
-
-    def _lend(self, blocks: int, block_bytes: int) -> list[Range]:
-        with self.change() as index:
-            ranges = index.allocate(lambda gaps: fit_blocks(gaps, blocks, block_bytes))
-            if not ranges and self._drop_empty(index):
-                ranges = index.allocate(lambda gaps: fit_blocks(gaps, blocks, block_bytes))
-            if len(index.runs) + len(ranges) > RUNS_MOST:
-                return []
-            index.runs += [FolioRun(r.start, r.bytes, RunState.PARKED, {self.member: 1}) for r in ranges]
-        held: list[Range] = []
-        try:
-            for range_ in ranges:
-                self.cache.commit(range_.start, range_.bytes)
-                self.pinned.take(range_.start, range_.bytes)
-                held.append(range_)
-        except BaseException as error:
-            for range_ in ranges:
-                self.release(range_.start) if range_ in held else self._give_back(range_.start)
-            if isinstance(error, PoolError) and error.code is Code.NO_MEMORY:
-                return []
-            raise
-        return ranges
-
-    def keep_empty(self, slabs: Slabs, extent: Extent) -> None:
-        """Keep an empty extent; the extents empty for longest go if more is kept than `create` allows."""
-        self._empty[extent.offset] = slabs, extent
-        most = max(self._kept_bytes, self._kept_together // self._members)
-        while self._empty and sum(old.bytes for _, old in self._empty.values()) > most:
-            slabs, oldest = self._empty.pop(next(iter(self._empty)))
-            slabs.lose(oldest)
-            self.release(oldest.offset)
-
-    def use_again(self, extent: Extent) -> None:
-        self._empty.pop(extent.offset, None)
-
-    def _drop_empty(self, index: Index) -> bool:
-        """Free this runtime's empty extents, for room is short. Returns whether there was any empty extent."""
-        empty, self._empty = self._empty, {}
-        for slabs, extent in empty.values():
-            slabs.lose(extent)
-            self.pinned.leave_now(extent.offset)
-            index.unpin(index.at(extent.offset), self.member)
-        return bool(empty)
 
     @contextlib.contextmanager
     def change(self) -> Iterator[Index]:
@@ -436,7 +389,7 @@ class Images:
             before = index.runs
             index.forget([m for m in index.members if m != self.member and not self._locks.taken(MEMBER_LOCKS + m)])
             yield index
-            self._members = max(1, len(index.members))
+            self.members = max(1, len(index.members))
             _write_index(self._view, index)
             kept = {id(run) for run in index.runs}
             for run in before:

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 import structlog
 
-from runtime.core.host_index import FolioRun, Range, RunState, fit_blocks
+from runtime.core.host_index import RUNS_MOST, FolioRun, Range, RunState, fit_blocks
 from runtime.core.prefix_index import KeptBlock, PrefixIndex
-from runtime.memory.images import RUNS_MOST, Images
+from runtime.memory.images import Images
 from runtime.memory.kv import KvRegion
 from runtime.memory.native import Direction, PoolError, TransferTicket
-from runtime.memory.slabs import Extent, Slabs
+from runtime.memory.slabs import Slabs
 
 log = structlog.get_logger()
 
@@ -134,12 +134,8 @@ class PrefixRuns:
                 run.state = RunState.DISCARDED
                 index.sweep()
 
-    def keep_empty(self, slabs: Slabs, extent: Extent) -> None:
-        slabs.lose(extent)
-        self.release(extent.offset)
-
-    def use_again(self, extent: Extent) -> None:
-        """Nothing to do: empty extents are given back at once."""
+    def take_back(self, lent: Range) -> None:
+        self.release(lent.start)
 
 
 class PrefixSpace:

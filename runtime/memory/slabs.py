@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,14 +27,8 @@ class HostMemory(Protocol):
     def lend(self, blocks: int, block_bytes: int) -> list[Range]:
         """Memory for `blocks` blocks, in one or several ranges; [] if the cache has too little memory."""
 
-    def release(self, offset: int) -> None:
-        """Take back the range, or the pin on a block of another runtime, at `offset`."""
-
-    def keep_empty(self, slabs: Slabs, extent: Extent) -> None:
-        """`extent` has no block now. The cache keeps the memory for a while, and calls `slabs.lose` before the end."""
-
-    def use_again(self, extent: Extent) -> None:
-        """`extent` gets blocks again and must not be taken back."""
+    def take_back(self, lent: Range) -> None:
+        """Take back a range that was lent and has no block any more."""
 
 
 class Slabs:
@@ -43,9 +37,9 @@ class Slabs:
     Use from one thread. The slabs grow by whole folios, and unused images are evicted to make room: a parked request is
     dearer than an image, for a request can't be read again from a file."""
 
-    def __init__(self, images: HostMemory, block_bytes: int) -> None:
+    def __init__(self, memory: HostMemory, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self._images = images
+        self._memory = memory
         self._extents: list[Extent] = []  # sorted by block number
 
     @property
@@ -66,25 +60,27 @@ class Slabs:
         taken: list[int] = []
         for extent in sorted(self._extents, key=lambda extent: len(extent.free)):  # fullest first, so extents get empty
             share = sorted(extent.free)[: count - len(taken)]
-            if share:
-                self._images.use_again(extent)
             extent.free.difference_update(share)
             taken += share
         return taken
 
     def free(self, blocks: Iterable[int]) -> None:
+        """Free blocks, and give the memory of extents without a block back to the cache."""
         touched = [self._give_back(block) for block in blocks]
-        for extent in {id(extent): extent for extent in touched}.values():
-            if len(extent.free) == extent.blocks:
-                self._images.keep_empty(self, extent)
+        self._give_back_empty({id(extent): extent for extent in touched}.values())
 
     def give_back_empty(self) -> None:
         """Give extents without a block back to the cache."""
-        for extent in [extent for extent in self._extents if len(extent.free) == extent.blocks]:
-            self._images.keep_empty(self, extent)
+        self._give_back_empty([*self._extents])
+
+    def _give_back_empty(self, extents: Iterable[Extent]) -> None:
+        for extent in extents:
+            if len(extent.free) == extent.blocks:
+                self.lose(extent)
+                self._memory.take_back(Range(extent.offset, extent.offset + extent.bytes))
 
     def lose(self, extent: Extent) -> None:
-        """Forget an empty extent: the cache takes the extent's memory back."""
+        """Forget an extent: the cache takes the extent's memory back, or has taken the memory."""
         self._extents.remove(extent)
 
     def extent_of(self, block: int) -> Extent | None:
@@ -105,7 +101,7 @@ class Slabs:
         return extent
 
     def _grow(self, count: int) -> bool:
-        ranges = self._images.lend(count, self.block_bytes)
+        ranges = self._memory.lend(count, self.block_bytes)
         self.add(ranges)
         return bool(ranges)
 
@@ -120,11 +116,12 @@ class Slabs:
 class HostBlockHold:
     """A pin on another runtime's parked blocks: the blocks stay until `release`."""
 
-    def __init__(self, images: HostMemory, offsets: list[int]) -> None:
-        self._images, self._offsets = images, offsets
+    def __init__(self, release: Callable[[int], None], offsets: list[int]) -> None:
+        """`release`: gives back the pin on the run at an offset."""
+        self._release, self._offsets = release, offsets
 
     def release(self) -> None:
         """Release the blocks; a second call does nothing."""
         for offset in self._offsets:
-            self._images.release(offset)
+            self._release(offset)
         self._offsets = []

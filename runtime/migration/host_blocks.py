@@ -95,7 +95,7 @@ class HostBlocks:
     def _take(self, count: int, block_bytes: int) -> list[int]:
         images = self._opened()
         most, asked = images.cache.bytes // RECEIVED_PART, count * block_bytes
-        slabs = self._slabs.get(block_bytes) or self._slabs.setdefault(block_bytes, Slabs(images, block_bytes))
+        slabs = self._slabs.get(block_bytes) or self._slabs.setdefault(block_bytes, Slabs(images.parked, block_bytes))
         blocks = slabs.take(count) if self.taken_bytes + asked <= most else None
         if blocks is None:
             raise HostBlocksError(

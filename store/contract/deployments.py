@@ -24,12 +24,12 @@ Idle = Annotated[
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """Progress of the import of a model."""
+    """Progress of the import of a model, or of the building of a deployment's engine."""
 
     done_bytes: int
     total_bytes: int
     eta_s: int | None = None  # at the speed of the last seconds
-    waits_for: str | None = None  # why the import does not go on
+    waits_for: str | None = None  # why the work does not go on, or has not begun
 
 
 class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

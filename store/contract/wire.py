@@ -447,6 +447,8 @@ class ModelState(Message, frozen=True, kw_only=True, tag="ModelState", omit_defa
     sequential: bool = False  # requests run alone: in a batch the model's output differs from its output alone
     on_disk: bool | msgspec.UnsetType = msgspec.UNSET  # of a COLD model: an image lies on the runtime's disk
     ever_resident: bool = False  # absent in messages of earlier versions: readers ask `was_resident`
+    build_place: int = 0  # 1: the engine is built now; n: n - 1 engines are built first; 0: no build is due
+    build_eta_s: float = 0.0  # until the engine is built, by the speed of the last builds; 0: not known
 
     @property
     def was_resident(self) -> bool:

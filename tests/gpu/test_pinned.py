@@ -20,6 +20,7 @@ from runtime.memory.native import (
     Reservation,
     Segment,
 )
+from runtime.memory.parked import PIECE_LEAST
 from runtime.memory.slabs import Slabs
 from tests.gpu.conftest import PAGE, POOL_BYTES, SOON_S, why_no_gpu
 
@@ -154,7 +155,7 @@ def test_memory_of_parked_blocks_stays_registered_within_the_share_of_a_runtime(
     """A registration is dearer than the copy: the second park of a batch must find the memory of the first."""
     images = Images.create(INDEX_BYTES + ROOM, kept_bytes=FOLIO_BYTES, kept_together=8 * FOLIO_BYTES)
     images.pin_for(device)
-    slabs = Slabs(images, FOLIO_BYTES)
+    slabs = Slabs(images.parked, FOLIO_BYTES)
     for _ in range(3):
         blocks = slabs.take(6)
         assert blocks is not None
@@ -172,8 +173,33 @@ def test_memory_of_parked_blocks_stays_registered_within_the_share_of_a_runtime(
     images.close()
 
 
+def test_memory_for_parked_blocks_is_registered_before_anything_is_parked(device: DevicePool) -> None:
+    images = Images.create(INDEX_BYTES + ROOM, kept_together=PIECE_LEAST)
+    images.pin_for(device)
+    soon(device, PIECE_LEAST)
+    device.await_pins(SOON_S)
+    calls = device.stats().pin_calls
+    first, second = (Slabs(images.parked, FOLIO_BYTES).take(PIECE_LEAST // FOLIO_BYTES) for _ in range(2))
+    assert first and second
+    device.await_pins(SOON_S)
+    assert device.stats().pin_calls == 2 * calls, "the second batch alone needs memory of its own"
+    assert device.stats().pinned_bytes == 2 * PIECE_LEAST
+    images.close()
+
+
+def test_the_reserve_leaves_the_share_of_a_second_runtime(device: DevicePool) -> None:
+    images = Images.create(INDEX_BYTES + 2 * PIECE_LEAST, kept_together=2 * PIECE_LEAST)
+    images.pin_for(device)
+    soon(device, 2 * PIECE_LEAST)
+    other = Images.open(images.fd, kept_together=2 * PIECE_LEAST)
+    other.stats()
+    soon(device, PIECE_LEAST)
+    other.close()
+    images.close()
+
+
 def test_parked_blocks_are_registered_with_their_memory(device: DevicePool, images: Images) -> None:
-    slabs = Slabs(images, FOLIO_BYTES)
+    slabs = Slabs(images.parked, FOLIO_BYTES)
     blocks = slabs.take(4)
     assert blocks is not None
     device.await_pins(SOON_S)

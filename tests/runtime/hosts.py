@@ -29,7 +29,7 @@ class HostCache:
 
     def put(self, count: int, block_bytes: int, rng: random.Random) -> list[int]:
         """Let the device write `count` blocks with random bytes. Returns the blocks, which need not be neighbours."""
-        slabs = self._slabs.setdefault(block_bytes, Slabs(self.device, block_bytes))
+        slabs = self._slabs.setdefault(block_bytes, Slabs(self.device.parked, block_bytes))
         blocks = slabs.take(2 * count)
         assert blocks is not None
         kept = sorted(rng.sample(blocks, count))

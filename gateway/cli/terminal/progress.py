@@ -42,8 +42,9 @@ def _read(progress: Row) -> str:
     from rich.filesize import decimal
 
     done, total = (decimal(_number(progress.get(name))) for name in ("done_bytes", "total_bytes"))
-    eta_s = progress.get("eta_s")
-    return f"{done} of {total} read" + ("" if eta_s is None else f", about {eta_s} s left")
+    eta_s, waits_for = progress.get("eta_s"), progress.get("waits_for")
+    how = str(waits_for) if waits_for else f"{done} of {total} read"
+    return how + ("" if eta_s is None else f", about {eta_s} s left")
 
 
 def _left(rest_s: float) -> str:

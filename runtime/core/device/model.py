@@ -102,6 +102,11 @@ class Model:
         return bool(self.queues.running or self.queues.waiting) or self.wish is Wish.AWAKE
 
     @property
+    def builds(self) -> bool:
+        """Whether the model's engine is being built, or has to be built."""
+        return self.phase is Phase.BUILDING or (self.phase is Phase.COLD and self.works and not self.withdrawn)
+
+    @property
     def can_step(self) -> bool:
         return self.phase is _RESIDENT and not self.demand.stuck and self.takes_turns
 

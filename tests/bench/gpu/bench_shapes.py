@@ -197,7 +197,7 @@ def park(model: Model, requests: int, tokens: int) -> None:
         back_s = seconds(model.come_whole)
         assert engine.step(), "the requests go on where the requests stopped"
         trips.append((out_s, back_s, roof_out * moved / plain, roof_in * moved / plain, moved))
-    first, *rest = trips  # the first trip gets the host's memory
+    first, *rest = trips  # the first trip also gets the memory that the reserve of the host cache lacks
     outs, backs, roofs_out, roofs_in, _ = (list(column) for column in zip(*rest, strict=True))
     emit(
         "park",

@@ -191,7 +191,7 @@ async def main() -> None:
     device, cache, target, agents = Images.open(fd), HostBlocks(fd), Target(), nixl.Agents()
     try:
         for size in SIZES_MIB:
-            slabs = Slabs(device, FORM.bytes)
+            slabs = Slabs(device.parked, FORM.bytes)
             blocks = slabs.take(size * MIB // FORM.bytes)
             assert blocks is not None
             for block in blocks:

@@ -60,7 +60,22 @@ def test_progress_is_of_the_runtime_that_is_furthest_at_the_speed_it_had() -> No
     def reading(read_bytes: int, s: float) -> ModelState:
         return ModelState(residency=Residency.LOADING, read_bytes=read_bytes, files_bytes=4000, reading_s=s)
 
-    assert _progress({"r1": LOADING, "r2": RESIDENT}) is None
-    assert _progress({"r1": reading(0, 1.0)}) == Progress(done_bytes=0, total_bytes=4000)
-    furthest = _progress({"r1": reading(10, 1.0), "r2": reading(1000, 5.0), "r3": LOADING})
+    assert _progress({"r1": LOADING, "r2": RESIDENT}, 4000) is None
+    assert _progress({"r1": reading(0, 1.0)}, 4000) == Progress(done_bytes=0, total_bytes=4000)
+    furthest = _progress({"r1": reading(10, 1.0), "r2": reading(1000, 5.0), "r3": LOADING}, 4000)
     assert furthest == Progress(done_bytes=1000, total_bytes=4000, eta_s=15)
+
+
+def test_a_model_in_the_queue_of_builds_tells_how_many_come_first_and_how_long_that_takes() -> None:
+    def due(place: int, eta_s: float = 0.0) -> ModelState:
+        return ModelState(residency=Residency.COLD, build_place=place, build_eta_s=eta_s)
+
+    assert _progress({"r1": due(1)}, 4000) == Progress(done_bytes=0, total_bytes=4000)
+    assert _progress({"r1": due(2)}, 4000) == Progress(
+        done_bytes=0, total_bytes=4000, waits_for="1 model is built first"
+    )
+    assert _progress({"r1": due(40, 61.4), "r2": due(37, 60.4)}, 4000) == Progress(
+        done_bytes=0, total_bytes=4000, eta_s=60, waits_for="36 models are built first"
+    )
+    being_read = ModelState(residency=Residency.LOADING, read_bytes=10, files_bytes=40, reading_s=1.0, build_place=1)
+    assert _progress({"r1": due(3), "r2": being_read}, 40) == Progress(done_bytes=10, total_bytes=40, eta_s=3)

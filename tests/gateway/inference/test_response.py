@@ -15,7 +15,7 @@ from gateway.http.vllm_errors import PLAIN, Wording, unavailable
 from gateway.inference.context import RequestContext
 from gateway.inference.meter import MeteredCall
 from gateway.inference.metrics import DeclaredMetrics, Tally
-from gateway.inference.response import ResponseWriter
+from gateway.inference.response import ResponseWriter, waiting
 from gateway.inference.timing import Timing
 from runtime.core.device.request import Objective
 from tests.store.test_bus import usage
@@ -120,3 +120,8 @@ async def test_a_whole_response_is_counted_when_its_last_byte_is_handed_over() -
     json_kind = (b"content-type", b"application/json")
     assert (await answered(200, json_kind, b"{}", made=7))[3] == [7]
     assert (await answered(400, json_kind, b"{}", made=7))[3] == []
+
+
+def test_a_client_that_waits_hears_how_long_the_model_takes_to_be_built() -> None:
+    assert waiting(None) == b": waiting for the model\n\n"
+    assert waiting(39.2) == b": waiting for the model, which takes about 40 s more to be built\n\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from runtime import ipc
 from runtime.core.device.request import ModelKey
-from runtime.device.building import ImageOrders
+from runtime.device.building import BuildPace, ImageOrders
 from store.contract.wire import Residency
 from tests.runtime.device.test_device import TOKENS, Node, spec
 
@@ -107,3 +107,36 @@ def test_a_model_that_is_placed_again_meanwhile_has_its_image_ordered_again() ->
     node.when(lambda: len(node.orders) == 2, ipc.ImageMade("b"))
     node.run(until=lambda: len(node.orders) == 3)
     assert node.orders == [ipc.MakeImage(spec("b")), ipc.StopImage("b"), ipc.MakeImage(spec("b"))]
+
+
+def test_the_pace_of_builds_is_that_of_the_last_builds_by_bytes_and_no_less_than_the_shortest() -> None:
+    pace = BuildPace()
+    assert pace.expected_s(100) is None
+    pace.note(100, 2.0)
+    pace.note(300, 4.0)
+    assert (pace.expected_s(200), pace.expected_s(800), pace.expected_s(1)) == (3.0, 12.0, 2.0)
+    for _ in range(16):
+        pace.note(0, 1.0)  # earlier builds count no more
+    assert pace.expected_s(0) == 1.0
+
+
+def test_models_hear_their_place_in_the_queue_of_builds_and_the_time_until_their_engine_is_built() -> None:
+    cached = {"a"}
+    node = Node(cached)
+    node.send(*(ipc.Place(spec(key)) for key in "abcd"), node.start(model="d"))
+
+    def places() -> dict[str, int]:
+        return {key: state.build_place for key, state in node.states[-1].models.items()} if node.states else {}
+
+    def seen(expected: dict[str, int], *images: str) -> bool:
+        """Whether the places are as expected; then the host cache has the images from now on."""
+        if places() == expected:
+            cached.update(images)
+        return places() == expected
+
+    # A request waits for "d", and no image is given up half made.
+    node.when(lambda: seen({"a": 0, "b": 1, "c": 3, "d": 2}, "b"), ipc.ImageMade("b"))
+    node.when(lambda: seen({"a": 0, "b": 0, "c": 2, "d": 1}, "c", "d"), ipc.ImageMade("d"), ipc.ImageMade("c"))
+    node.run(until=lambda: seen(dict.fromkeys("abcd", 0)) and served(node) == TOKENS)
+    waited = [state.models["c"].build_eta_s for state in node.states if state.models["c"].build_place == 3]
+    assert waited[-1] >= 3, "a second or more for each build, once a build has told how long builds take"

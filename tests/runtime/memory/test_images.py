@@ -11,14 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime.core.host_index import FolioRun, Index, Range, RunState, best_fit
+from runtime.core.host_index import RUNS_MOST, FolioRun, Index, Range, RunState, best_fit
 from runtime.memory.images import (
     _TURN_AT,
     FOLIO_BYTES,
     INDEX_BYTES,
     META_MOST,
     NOTES_BYTES,
-    RUNS_MOST,
     HostCacheFull,
     HostCacheMismatch,
     Image,
@@ -26,12 +25,12 @@ from runtime.memory.images import (
     ImageKey,
     Images,
     Making,
-    Slabs,
     _read_index,
     _write_index,
 )
 from runtime.memory.locks import HostCacheStuck
 from runtime.memory.native import CacheMemory, Code, PoolError
+from runtime.memory.slabs import Slabs
 from tests.conftest import ROOT
 
 MIB = 1 << 20
@@ -250,7 +249,7 @@ def test_a_machine_without_memory_is_said_and_costs_no_room(images: Images, monk
         patch.setattr(CacheMemory, "commit", refuse)
         with pytest.raises(PoolError):
             images.make(key("a"), MIB)
-        assert Slabs(images, 4096).take(1) is None
+        assert Slabs(images.parked, 4096).take(1) is None
     assert images.stats().free_bytes == ROOM
 
 
@@ -278,7 +277,7 @@ def test_hits_and_misses_are_counted_for_all_runtimes(images: Images, other: Ima
 
 @pytest.mark.parametrize("block_bytes", [512, 65536, 96 << 10, FOLIO_BYTES, 3 * MIB + 512])
 def test_blocks_lie_at_multiples_of_their_size_and_do_not_overlap(images: Images, block_bytes: int) -> None:
-    image, slabs = put(images, "a", 5 * MIB), Slabs(images, block_bytes)
+    image, slabs = put(images, "a", 5 * MIB), Slabs(images.parked, block_bytes)
     blocks = slabs.take(5)
     assert blocks and len(set(blocks)) == 5
     for block in blocks:
@@ -291,7 +290,7 @@ def test_blocks_lie_at_multiples_of_their_size_and_do_not_overlap(images: Images
 
 
 def test_blocks_that_are_free_are_taken_before_more_memory_is(images: Images) -> None:
-    slabs = Slabs(images, FOLIO_BYTES // 8)
+    slabs = Slabs(images.parked, FOLIO_BYTES // 8)
     first = slabs.take(8) or []
     second = slabs.take(4) or []
     slabs.free(first[2:4])
@@ -299,24 +298,56 @@ def test_blocks_that_are_free_are_taken_before_more_memory_is(images: Images) ->
     assert images.stats().parked_bytes == 2 * FOLIO_BYTES
 
 
-def test_memory_of_parked_blocks_is_kept_while_empty_and_given_up_for_others() -> None:
+def test_memory_of_parked_blocks_is_kept_for_whatever_model_parks_next() -> None:
     images = Images.create(INDEX_BYTES + ROOM, kept_bytes=3 * FOLIO_BYTES)
-    ours, others = Slabs(images, FOLIO_BYTES), Slabs(images, FOLIO_BYTES)
+    ours, others = Slabs(images.parked, FOLIO_BYTES), Slabs(images.parked, FOLIO_BYTES // 2)
     blocks = ours.take(2) or []
     ours.free(blocks)
-    assert images.stats().parked_bytes == 2 * FOLIO_BYTES
-    assert ours.take(2) == blocks
+    assert (ours.spare, images.parked.reserved_bytes, images.stats().parked_bytes) == (0, *[2 * FOLIO_BYTES] * 2)
+    assert ours.take(2) == blocks and images.parked.reserved_bytes == 0
     ours.free(blocks)
-    assert others.take(14) and images.stats().free_bytes == 0
-    last = others.take(1)
-    assert last is not None and images.stats().free_bytes == FOLIO_BYTES
-    assert ours.take(2) is None and ours.take(1)
+    assert (others.take(4) or [])[0] == 2 * blocks[0] and images.parked.reserved_bytes == 0
+    assert images.stats().parked_bytes == 2 * FOLIO_BYTES
+    images.close()
+
+
+def test_kept_memory_and_the_room_around_it_serve_a_larger_block() -> None:
+    images = Images.create(INDEX_BYTES + ROOM, kept_bytes=ROOM)
+    folios, large = Slabs(images.parked, FOLIO_BYTES), Slabs(images.parked, 4 * FOLIO_BYTES)
+    kept = [folios.take(1) or [] for _ in range(16)]
+    for number in range(1, 16):
+        folios.free(kept[number])
+    assert images.parked.reserved_bytes == 15 * FOLIO_BYTES
+    assert len(large.take(3) or []) == 3
+    assert images.parked.reserved_bytes == 0 and images.stats().parked_bytes == 13 * FOLIO_BYTES
+    images.close()
+
+
+def test_what_runtimes_keep_together_gives_way_before_images_and_the_kept_share_of_a_runtime_after() -> None:
+    images = Images.create(INDEX_BYTES + ROOM, kept_bytes=2 * FOLIO_BYTES, kept_together=8 * FOLIO_BYTES)
+    slabs = Slabs(images.parked, FOLIO_BYTES)
+    singles = [slabs.take(1) or [] for _ in range(8)]
+
+    def put_folios(name: str, folios: int) -> None:
+        put(images, name, folios * FOLIO_BYTES - NOTES_BYTES).release()
+
+    put_folios("a", 1)
+    for single in singles:
+        slabs.free(single)
+    put_folios("b", 7)
+    assert images.parked.reserved_bytes == 8 * FOLIO_BYTES and images.stats().free_bytes == 0
+    put_folios("c", 1)
+    assert images.parked.reserved_bytes == 7 * FOLIO_BYTES and there(images, "a") and there(images, "b")
+    put_folios("d", 8)
+    assert images.parked.reserved_bytes == 2 * FOLIO_BYTES and there(images, "c") and not there(images, "b")
+    put_folios("e", 16)
+    assert images.parked.reserved_bytes == 0
     images.close()
 
 
 def test_more_than_may_be_kept_goes_back_at_once() -> None:
     images = Images.create(INDEX_BYTES + ROOM, kept_bytes=3 * FOLIO_BYTES)
-    ours = Slabs(images, FOLIO_BYTES)
+    ours = Slabs(images.parked, FOLIO_BYTES)
     ours.free(ours.take(4) or [])
     assert images.stats().parked_bytes == 0 == memory_bytes(images)
     images.close()
@@ -325,7 +356,7 @@ def test_more_than_may_be_kept_goes_back_at_once() -> None:
 def test_parked_blocks_evict_images_that_nobody_uses_and_no_others(images: Images, other: Images) -> None:
     put(images, "a", ROOM // 2 - NOTES_BYTES).release()
     used = put(images, "b", ROOM // 4 - NOTES_BYTES)
-    slabs = Slabs(other, FOLIO_BYTES)
+    slabs = Slabs(other.parked, FOLIO_BYTES)
     assert slabs.take(13) is None and there(images, "a")
     assert slabs.take(12) and not there(images, "a")
     assert used.verify() and images.stats().parked_bytes == 12 * FOLIO_BYTES
@@ -333,7 +364,7 @@ def test_parked_blocks_evict_images_that_nobody_uses_and_no_others(images: Image
 
 def test_what_a_runtime_parked_can_be_held_beyond_its_death(images: Images) -> None:
     other = Images.open(images.fd)
-    blocks = Slabs(other, 3000).take(900)
+    blocks = Slabs(other.parked, 3000).take(900)
     assert blocks is not None
     write(images, 3000, blocks[-1], 7)
     hold, life = images.hold(blocks, 3000, other.life), other.life
@@ -349,12 +380,12 @@ def test_what_a_runtime_parked_can_be_held_beyond_its_death(images: Images) -> N
 
 def test_what_is_another_runtimes_now_is_not_held_for_what_it_was(images: Images) -> None:
     other = Images.open(images.fd)
-    blocks, life = Slabs(other, 3000).take(10), other.life
+    blocks, life = Slabs(other.parked, 3000).take(10), other.life
     assert blocks is not None
     assert images.hold([blocks[-1] + 10_000], 3000, life) is None
     other.close()
     with contextlib.closing(Images.open(images.fd)) as next_one:
-        assert Slabs(next_one, 3000).take(10) == blocks
+        assert Slabs(next_one.parked, 3000).take(10) == blocks
         assert next_one.life != life
         assert images.hold(blocks, 3000, life) is None
         hold = images.hold(blocks, 3000, next_one.life)
@@ -363,7 +394,7 @@ def test_what_is_another_runtimes_now_is_not_held_for_what_it_was(images: Images
 
 
 def test_a_block_that_is_not_taken_is_not_freed(images: Images) -> None:
-    slabs = Slabs(images, FOLIO_BYTES // 8)
+    slabs = Slabs(images.parked, FOLIO_BYTES // 8)
     blocks = slabs.take(3) or []
     for wrong in (0, blocks[-1] + 1, blocks[-1] + 100):
         with pytest.raises(ValueError, match=f"block {wrong} of 262144 bytes is not taken"):
@@ -381,7 +412,8 @@ class Process:
 
     def __init__(self, images: Images, lines: str) -> None:
         script = (
-            "import sys\nfrom runtime.memory.images import *\nfrom tests.runtime.memory.test_images import key, put\n"
+            "import sys\nfrom runtime.memory.images import *\nfrom runtime.memory.slabs import Slabs\n"
+            "from tests.runtime.memory.test_images import key, put\n"
             f"images = Images.open({images.fd})\n{lines}\nprint('done', flush=True)\nsys.stdin.read()\n"
         )
         self._process = subprocess.Popen(
@@ -393,7 +425,10 @@ class Process:
         )
         self.pid = self._process.pid
         assert self._process.stdout
-        self.said = [line.decode().strip() for line in iter(self._process.stdout.readline, b"done\n") if line]
+        self.said: list[str] = []
+        while (line := self._process.stdout.readline()) != b"done\n":
+            assert line, "the process ended before its lines were over"
+            self.said.append(line.decode().strip())
 
     def kill(self) -> None:
         self._process.kill()
@@ -431,7 +466,7 @@ def test_what_a_killed_maker_began_is_taken_over(images: Images) -> None:
 
 
 def test_what_a_killed_runtime_parked_goes_back_to_the_machine(images: Images) -> None:
-    process = Process(images, "slabs = Slabs(images, 4096)\nblocks = slabs.take(1000)")
+    process = Process(images, "slabs = Slabs(images.parked, 4096)\nblocks = slabs.take(1000)")
     assert memory_bytes(images) == 2 * FOLIO_BYTES == images.stats().parked_bytes
     process.kill()
     assert images.stats().parked_bytes == 0 and memory_bytes(images) == 0
@@ -515,7 +550,7 @@ def test_a_runtime_that_closes_lets_go_of_all_it_had(images: Images) -> None:
     other = Images.open(images.fd)
     used = put(other, "a", MIB)
     make(other, "b", MIB)
-    Slabs(other, 4096).take(1)
+    Slabs(other.parked, 4096).take(1)
     other.close()
     used.release()
     stats = images.stats()

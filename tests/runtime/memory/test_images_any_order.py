@@ -22,11 +22,12 @@ from runtime.memory.images import (
     Images,
     Making,
     RunState,
-    Slabs,
 )
+from runtime.memory.slabs import Slabs
 from tests.runtime.memory.test_images import MIB, key, memory_bytes, write
 
 RUNTIMES, FOLIOS = 3, 12
+KEPT_FOLIOS = (0, 2, 12)  # most memory that a runtime keeps for blocks to come
 SIZES = {"a": 1, "b": MIB, "c": 3 * MIB, "d": 5 * MIB, "e": 7 * MIB}
 BLOCK_BYTES = (FOLIO_BYTES // 4, 3 * MIB)
 FIRST = INDEX_BYTES // FOLIO_BYTES
@@ -47,8 +48,8 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.runtimes = [Images.create(INDEX_BYTES + FOLIOS * FOLIO_BYTES)]
-        self.runtimes += [Images.open(self.runtimes[0].fd) for _ in range(1, RUNTIMES)]
-        self.slabs = [[Slabs(runtime, size) for size in BLOCK_BYTES] for runtime in self.runtimes]
+        self.runtimes += [Images.open(self.runtimes[0].fd, kept * FOLIO_BYTES) for kept in KEPT_FOLIOS[1:]]
+        self.slabs = [[Slabs(runtime.parked, size) for size in BLOCK_BYTES] for runtime in self.runtimes]
         self.blocks: list[list[dict[int, int]]] = [
             [{}, {}] for _ in self.runtimes
         ]  # number → byte that fills the block
@@ -165,13 +166,13 @@ class AnyOrder(RuleBasedStateMachine):
         dead, fd = self.runtimes[runtime], os.dup(self.runtimes[runtime].fd)
         dead._locks.close()
         dead.cache.close()
-        self.runtimes[runtime] = Images.open(fd)
+        self.runtimes[runtime] = Images.open(fd, KEPT_FOLIOS[runtime] * FOLIO_BYTES)
         os.close(fd)
         self.used_last([held.image.offset for held in self.held if held.runtime == runtime])
         self.held = [held for held in self.held if held.runtime != runtime]
         self.making = {name: made for name, made in self.making.items() if made[0] != runtime}
         self.blocks[runtime] = [{}, {}]
-        self.slabs[runtime] = [Slabs(self.runtimes[runtime], size) for size in BLOCK_BYTES]
+        self.slabs[runtime] = [Slabs(self.runtimes[runtime].parked, size) for size in BLOCK_BYTES]
 
     @invariant()
     def runs_are_whole_do_not_overlap_and_are_those_of_the_model(self) -> None:
@@ -187,6 +188,11 @@ class AnyOrder(RuleBasedStateMachine):
         left = {held.image.offset for held in self.held} - {offset for offset, _ in self.ready.values()}
         assert {run.offset for run in runs if run.state is RunState.DISCARDED} == left
         assert memory_bytes(self.runtimes[0]) <= sum(run.bytes for run in runs)
+        for images, slabs, kept in zip(self.runtimes, self.slabs, KEPT_FOLIOS, strict=True):
+            lent = sum(extent.bytes for each in slabs for extent in each._extents)
+            own = sum(run.bytes for run in runs if run.state is RunState.PARKED and images.member in run.pins)
+            assert own == lent + images.parked.reserved_bytes
+            assert images.parked.reserved_bytes <= kept * FOLIO_BYTES
 
     @invariant()
     def bytes_are_what_was_written(self) -> None:

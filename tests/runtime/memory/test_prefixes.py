@@ -104,7 +104,7 @@ def test_an_image_takes_the_room_of_kept_blocks_on_any_runtime() -> None:
 def test_parked_requests_take_the_room_of_kept_blocks() -> None:
     with runtimes() as (runtime,):
         runtime.keep(*range(1, 17))
-        parked = Slabs(runtime.images, BLOCK_BYTES).take(16)
+        parked = Slabs(runtime.images.parked, BLOCK_BYTES).take(16)
         assert parked is not None and len(parked) == 16
         assert runtime.bring(1, 2, 3) == 0
         runtime.keep(1, 2, 3)
@@ -241,7 +241,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(one=one, count=st.integers(1, 9))
     def park(self, one: int, count: int) -> None:
-        slabs = Slabs(self.runtimes[one].images, BLOCK_BYTES)
+        slabs = Slabs(self.runtimes[one].images.parked, BLOCK_BYTES)
         if (blocks := slabs.take(count)) is not None:
             for block in blocks:
                 self.runtimes[one].images.cache.view(block * BLOCK_BYTES, BLOCK_BYTES)[:] = b"\xfe" * BLOCK_BYTES
