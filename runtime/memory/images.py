@@ -347,14 +347,13 @@ class Images:
                     f"process {maker} makes the image {key[:12]} of {_mib(run.image_bytes)} MiB and takes longer than "
                     "was waited for: see what holds it up, or end it and another takes over"
                 )
-            if run is None:
-                ranges = self.parked.allocate(index, lambda gaps: best_fit(gaps, size))
-                if not ranges:
-                    raise HostCacheFull(size, index)
+            if run is None and (ranges := self.parked.allocate(index, lambda gaps: best_fit(gaps, size))):
                 run = FolioRun(ranges[0].start, size, RunState.MAKING, {}, key, image_bytes)
                 index.runs.append(run)
-            index.pin(run, self.member)
-            return run
+            if run is not None:
+                index.pin(run, self.member)
+                return run
+        raise HostCacheFull(size, index)  # the index was written: the reserve may have gone, if in vain
 
     def _seal(self, run: FolioRun, meta: bytes) -> Image:
         if len(meta) > META_MOST:
