@@ -149,7 +149,7 @@ async def settled(most: float, wait_s: float) -> float:
 
 async def measure(platform: Platform, abusers: Abusers, job: Job, chosen: argparse.Namespace) -> dict[str, object]:
     gateway = platform.child("gateway.app")
-    gaps, healthz = Gaps(platform), Health(platform)
+    gaps, healthz = Gaps(platform), HealthProbe(platform)
     grown = 0
     quiet, loud, loads, longest = list[float](), list[float](), list[float](), dict[str, list[float]]()
     health = list[float]()
@@ -198,7 +198,7 @@ async def most_rss(process: psutil.Process, window: asyncio.Task[Seen]) -> int:
 # ── attacks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Health:
+class HealthProbe:
     """Asks for `/healthz`. The client is made beforehand: to make a client takes 40 to 100 ms of the loop that also
     reads the other tenant's stream."""
 
@@ -221,7 +221,7 @@ class Health:
 
 async def measure_attack(platform: Platform, attacker: attacks.Attacker, name: str, chosen: argparse.Namespace) -> Any:
     """Run paired rounds of an attack; the answer's `kept` says whether the medians are within the bounds."""
-    gaps, healthz, statuses = Gaps(platform), Health(platform), Counter[str]()
+    gaps, healthz, statuses = Gaps(platform), HealthProbe(platform), Counter[str]()
     quiet, attacked, health, cpu = list[float](), list[float](), list[float](), list[float]()
     gateway = platform.child("gateway.app")
     loads = [await settled(chosen.load, chosen.wait)]
