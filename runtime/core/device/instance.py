@@ -52,7 +52,7 @@ from runtime.core.device.events import (
 )
 from runtime.core.device.model import MOVING, WITH_ENGINE, Model, Phase, Wish
 from runtime.core.device.pages import Pages
-from runtime.core.device.prefetch import bring_in, expected, fitting, grow, in_turn, room_to_build
+from runtime.core.device.prefetch import PoolSnapshot, bring_in, expected, fitting, grow, in_turn, room_to_build
 from runtime.core.device.record import Turn
 from runtime.core.device.request import ModelKey, Request
 from runtime.core.device.requests import Requests
@@ -518,10 +518,7 @@ class Instance:
             # More pages than the next step needs: the model asks less often.
             ahead = AHEAD * (len(model.queues.running) + len(admitted))
             wanted = min(wanted + model.kv_pages(ahead * model.kv.growth(0)), most)
-            yields = partial(self._turns.yields, needy=model, turn=self.turn, now=now)
-            short, idle = wanted - held.kv, self._idle()
-            grown = grow(model, short, order, idle, self.pages, self._room_pages, yields, now)
-            effects += self._move(grown, now)
+            effects += self._move(grow(model, wanted - held.kv, self._pool(order, None, now)), now)
             model.demand.cramped = self.pages.of(model.key).kv < needed
         for request in fitting(model, admitted, held, self.pages.of(model.key).kv, most):
             self.requests.join(model, request)
@@ -530,19 +527,19 @@ class Instance:
 
     # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _idle(self) -> list[Model]:
-        """Models without work that hold or want pages, in no particular order."""
-        return [self.models[key] for key in self.pages.held if key not in self._rooms.working]
+    def _pool(self, order: Sequence[ModelView], chosen: tuple[ModelView, int] | None, now: float) -> PoolSnapshot:
+        """What a choice of pages is made from; `chosen`: the model that steps meanwhile, if any."""
+        idle = [self.models[key] for key in self.pages.held if key not in self._rooms.working]
+        yields = partial(self._turns.yields, turn=self.turn, now=now)
+        return PoolSnapshot(order, idle, self.pages, self._room_pages, chosen and chosen[0], yields, now)
 
     def _bring_in(
         self, order: Sequence[ModelView], chosen: tuple[ModelView, int] | None, now: float
     ) -> list[MemoryEffect]:
-        stepper = chosen and chosen[0]
         for needy in in_turn(order, self._turns.relieves):
             if self._fetching is not None and needy.phase is Phase.STAGED:
                 break
-            yields = partial(self._turns.yields, needy=needy, turn=self.turn, now=now)
-            taken = bring_in(needy, order, self._idle(), self.pages, self._room_pages, stepper, yields, now)
+            taken = bring_in(needy, self._pool(order, chosen, now))
             if taken is not None:
                 return self._move(taken, now)
         return []
@@ -551,11 +548,10 @@ class Instance:
         self, model: Model, order: Sequence[ModelView], chosen: tuple[ModelView, int] | None, now: float
     ) -> list[Effect]:
         """Make room in the pool for a build that takes pages. Once there is room, the build begins, with the pages."""
-        wanted, idle, stepper = model.demand.build_pages, self._idle(), chosen and chosen[0]
+        wanted = model.demand.build_pages
         if wanted > self.pages.total:
             return self._fail(model, self.pages.too_few_to_build(wanted), now, mends=False)
-        yields = partial(self._turns.yields, needy=model, turn=self.turn, now=now)
-        made = room_to_build(model, wanted, order, idle, self.pages, self._room_pages, stepper, yields, now)
+        made = room_to_build(model, wanted, self._pool(order, chosen, now))
         effects: list[Effect] = [*self._move([*made], now)]
         if wanted <= self.pages.free:
             self.pages.book(model.key, weights=wanted)

@@ -8,7 +8,8 @@ every page in the pool can be taken for the blocked model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from runtime.core.device.events import Evict, Fetch, Grow, MemoryEffect, Shrink
 from runtime.core.device.eviction import Action, ModelHolding, make_room, spare_room
@@ -23,7 +24,17 @@ HEADROOM = 24  # a model that is fetched leaves 1/24 of the pool to resident mod
 
 _STILL, _LEAVING = (Phase.STAGED, Phase.RESIDENT), (Phase.PARKING, Phase.CLOSING)
 
-Yields = Callable[[ModelView], bool]  # whether a model with work may be parked or lose clean weights
+
+class PoolSnapshot(NamedTuple):
+    """The pool and the models, from which is chosen where pages come from."""
+
+    order: Sequence[ModelView]  # models with work, soonest turn first
+    idle: Sequence[ModelView]  # models without work that hold or want pages
+    pages: Pages
+    room_pages: float  # pages left to requests of tenants over their share, by the order of turns
+    stepper: ModelView | None  # the model that steps meanwhile; parked last
+    yields: Callable[[ModelView, ModelView], bool]  # whether a model with work may be harmed for a model that asks
+    now: float
 
 
 def in_turn(order: Sequence[ModelView], relieves: bool) -> Iterator[ModelView]:
@@ -39,27 +50,12 @@ def in_turn(order: Sequence[ModelView], relieves: bool) -> Iterator[ModelView]:
             yield model
 
 
-def bring_in(
-    needy: ModelView,
-    order: Sequence[ModelView],
-    idle: Iterable[ModelView],
-    pages: Pages,
-    room_pages: float,
-    stepper: ModelView | None,
-    yields: Yields,
-    now: float,
-) -> list[MemoryEffect] | None:
-    """Effects that give `needy` its missing pages, or that make room first; None if no way exists, or no need.
-
-    Args:
-        needy: a model of `order`.
-        order: models with work, soonest turn first.
-        idle: models without work.
-        room_pages: pages left to requests of tenants over their share, by the order of turns.
-        stepper: the model that steps meanwhile; parked last.
-        yields: whether a model behind `needy` in `order` may be parked or lose clean weights.
+def bring_in(needy: ModelView, pool: PoolSnapshot) -> list[MemoryEffect] | None:
+    """Effects that give `needy`, a model of `pool.order`, its missing pages, or that make room first; None if no way
+    exists, or no need.
 
     If the effects make room only, the caller must ask again once the parks have ended."""
+    pages, room_pages = pool.pages, pool.room_pages
     held = pages.of(needy.key)
     short = needy.short(held, pages.total, room_pages)
     if not (short or needy.needy):
@@ -68,11 +64,11 @@ def bring_in(
     missing = min(short + leave, pages.total - held.weights - held.kv) - pages.free
     actions: list[Action] = []
     if missing > 0:
-        holders = _holders(idle, order, needy, yields, pages)
+        holders = _holders(needy, pool)
         missing -= _coming(holders)
         if missing > _most(holders):  # the most frequent case: no need to look for single pages
             return None
-        made = make_room(missing, _holdings(holders, room_pages, now), stepper.key if stepper else None)
+        made = _make_room(missing, holders, pool)
         if made is None:
             return None
         actions = made
@@ -83,29 +79,19 @@ def bring_in(
     return [*actions, Fetch(needy.key, needy.kv_needed(held, pages.total, room_pages))]
 
 
-def room_to_build(
-    model: ModelView,
-    wanted: int,
-    order: Sequence[ModelView],
-    idle: Iterable[ModelView],
-    pages: Pages,
-    room_pages: float,
-    stepper: ModelView | None,
-    yields: Yields,
-    now: float,
-) -> list[Action]:
+def room_to_build(model: ModelView, wanted: int, pool: PoolSnapshot) -> list[Action]:
     """Actions that free pages until `wanted` pages are free, for the build of a model without an engine.
 
     The list is empty if the pages are free or on their way, or if no way exists now. If the actions are parks alone,
-    the caller must ask again once the parks have ended. Further arguments are as in `bring_in`."""
-    missing = wanted - pages.free
+    the caller must ask again once the parks have ended."""
+    missing = wanted - pool.pages.free
     if missing <= 0:
         return []
-    holders = _holders(idle, order, model, yields, pages)
+    holders = _holders(model, pool)
     missing -= _coming(holders)
     if missing <= 0 or missing > _most(holders):
         return []
-    return make_room(missing, _holdings(holders, room_pages, now), stepper.key if stepper else None) or []
+    return _make_room(missing, holders, pool) or []
 
 
 def expected(model: Model, tokens: int, pages: Pages) -> list[MemoryEffect]:
@@ -119,51 +105,45 @@ def expected(model: Model, tokens: int, pages: Pages) -> list[MemoryEffect]:
     return [Grow(model.key, given)]
 
 
-def grow(
-    model: ModelView,
-    short: int,
-    order: Sequence[ModelView],
-    idle: Iterable[ModelView],
-    pages: Pages,
-    room_pages: float,
-    yields: Yields,
-    now: float,
-) -> list[MemoryEffect]:
+def grow(model: ModelView, short: int, pool: PoolSnapshot) -> list[MemoryEffect]:
     """Effects that give a resident model as many of its `short` missing pages as possible without parking a model that
     has requests.
 
     Clean weights of parked models are taken if the models yield: weights do not lie idle beside requests that wait for
-    pages. Arguments are as in `bring_in`."""
-    missing = short - pages.free
+    pages."""
+    missing = short - pool.pages.free
     actions: list[Action] = []
     if missing > 0:
-        holders = _holders(idle, order, model, yields, pages)
-        actions = spare_room(missing - _coming(holders), _holdings(holders, room_pages, now))
-    had = min(short, pages.free + _freed(actions))
+        holders = _holders(model, pool)
+        actions = spare_room(missing - _coming(holders), _holdings(holders, pool.room_pages, pool.now))
+    had = min(short, pool.pages.free + _freed(actions))
     return [*actions, Grow(model.key, had)] if had > 0 else [*actions]
 
 
 Holder = tuple[ModelView, Held, bool]  # a model, its pages, and whether the model is kept while it works
 
 
-def _holders(
-    idle: Iterable[ModelView], order: Sequence[ModelView], asks: ModelView, yields: Yields, pages: Pages
-) -> list[Holder]:
-    """Models, except `asks`, that hold pages. Only models behind `asks` in `order` may yield."""
+def _holders(asks: ModelView, pool: PoolSnapshot) -> list[Holder]:
+    """Models, except `asks`, that hold pages. Only models behind `asks` in the order may yield."""
     holders: list[Holder] = []
-    all_held, behind = pages.held, False
-    for model in idle:
+    all_held, behind = pool.pages.held, False
+    for model in pool.idle:
         held = all_held[model.key]
         if model is not asks and (held.weights or held.kv):
             holders.append((model, held, True))
-    for model in order:
+    for model in pool.order:
         if model is asks:
             behind = True
         elif model.key in all_held:
             held = all_held[model.key]
             if held.weights or held.kv:
-                holders.append((model, held, not (behind and yields(model))))
+                holders.append((model, held, not (behind and pool.yields(model, asks))))
     return holders
+
+
+def _make_room(missing: int, holders: Sequence[Holder], pool: PoolSnapshot) -> list[Action] | None:
+    stepper = pool.stepper.key if pool.stepper else None
+    return make_room(missing, _holdings(holders, pool.room_pages, pool.now), stepper)
 
 
 def _coming(holders: Sequence[Holder]) -> int:
