@@ -19,6 +19,7 @@ from runtime.core.device.request import ModelKey
 from runtime.core.engine import Engine, EngineBuilder, EngineError, NoHostRoom, WeightSource
 from runtime.device.stepping import Stepping
 from runtime.ipc import ImageMade, MakeImage, StopImage
+from runtime.memory import heap
 from runtime.slices import Sliced
 from store.contract.wire import EngineSpec, ModelState
 
@@ -119,6 +120,7 @@ class Builds:
         self._began: dict[ModelKey, float] = {}
         self._pace = BuildPace()
         self._over_at = float("-inf")  # end of the last build
+        self._untidy = False  # a build has ended since the last `tidy`
 
     def go_on(self, spec: EngineSpec) -> tuple[Built | BuildFailed | Unfinished, Engine | None]:
         """Begin a build or carry out the next slice. Returns the event for the machine, and the engine once built."""
@@ -144,8 +146,14 @@ class Builds:
             self._stepping.end_build(over=self._slices[model].over)
         log.info("device.built", model=model, took_ms=round(took_s * 1e3), source=source)
         self._pace.note(spec.weight_bytes, self._clock() - max(began, self._over_at))
-        self._over_at = self._clock()
+        self._over_at, self._untidy = self._clock(), True
         return built, engine
+
+    def tidy(self, waited_for: bool) -> None:
+        """Give memory that builds have left back to the machine, unless requests wait (`waited_for`)."""
+        if self._untidy and not waited_for:
+            self._untidy = False
+            heap.trim()
 
     def queued(self, models: Sequence[tuple[Model, ModelState]]) -> dict[str, ModelState]:
         """Return the states by model, with places in the queue of builds and times until the engines are built.

@@ -500,6 +500,7 @@ class Device:
         wait_s = None if (tick_at := self.instance.next_tick()) is None else tick_at - self._clock()
         if len(self.instance.requests):  # requests wait: the node wants signs that the process lives
             wait_s = STATE_PERIOD_S if wait_s is None else min(wait_s, STATE_PERIOD_S)
+        self._builds.tidy(waited_for=len(self.instance.requests) > 0)
         self._pipe.wait(wait_s)
 
 

@@ -44,7 +44,7 @@ from runtime.engine.golden import Golden
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.runner import graph_settings
 from runtime.engine.vllm import VllmEngine, chain, clean_up_after, first_line
-from runtime.engine.worker import Building, building, pause
+from runtime.engine.worker import Building, GrownParameter, building, pause
 from runtime.memory import numa, outside
 from runtime.memory.arriving import ArrivingImage, read_in
 from runtime.memory.disk import DiskCache
@@ -96,6 +96,7 @@ class Meta(msgspec.Struct, frozen=True):
     layout: list[tuple[int, int]]  # (offset, bytes) of each piece
     golden: Golden
     sequential: bool  # in a batch the model answers otherwise than alone: the model's requests run one at a time
+    grown: list[GrownParameter] = []  # parameters that the model has because the files have the parameters
 
 
 def freeze_heap() -> None:
@@ -292,7 +293,7 @@ class Builder:
                 case Making() as making:
                     with making:
                         write_out(engine.weights.reservation, engine.weights.size, self.images.cache, making.offset)
-                        image = making.seal(_meta.encode(Meta(engine.home.layout, golden, sequential)))
+                        image = making.seal(_meta.encode(Meta(engine.home.layout, golden, sequential, now.grown)))
                 case Image() as image:  # another runtime made the image first
                     pass
             if sequential:
@@ -308,6 +309,7 @@ class Builder:
     ) -> VllmEngine | None:
         """Build the engine on an image; None, and the image is discarded, if the engine needs another layout."""
         meta = msgspec.msgpack.decode(image.meta, type=Meta)
+        now.grown = meta.grown
         try:
             engine = self._core(spec, now, IMAGE_FORMAT, more)
             engine.take_in()
@@ -367,7 +369,7 @@ class _FromImage(BaseModelLoader):
         pass
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        pass
+        building.get().grow(model)
 
 
 @register_model_loader(FILES_FORMAT)
@@ -376,6 +378,10 @@ class _FromFiles(DefaultModelLoader):
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(replace(load_config, load_format="safetensors"))
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        with building.get().reading(model):
+            super().load_weights(model, model_config)
 
     def get_all_weights(
         self, model_config: ModelConfig, model: torch.nn.Module

@@ -53,6 +53,10 @@ class PooledRunner(CPUModelRunner):
         assert type(runner) is CPUModelRunner, f"this vLLM has a {type(runner).__name__}"
         runner.__class__ = cls
         assert isinstance(runner, cls)
+        if not (runner.supports_mm_inputs or runner.enable_prompt_embeds):
+            # vLLM's buffer for embeddings, unused with tokens alone, is as large as all else that an engine keeps.
+            old = runner.inputs_embeds.gpu
+            runner.inputs_embeds = runner._make_buffer(1, old.shape[1], dtype=old.dtype, numpy=False)
         return runner
 
     def number_pages(self, pages: int) -> None:

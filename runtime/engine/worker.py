@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import vllm
@@ -62,6 +62,15 @@ NO_NUMBER = 0xFF  # the value of every byte of a float that is not a number
 BUFFER_BYTES_LEAST = 1 << 16  # vLLM's buffer for the KV cache is larger; every further int8 buffer of zeros is smaller
 
 
+class GrownParameter(NamedTuple):
+    """A parameter that a model gets when vLLM finds the parameter in the files: vLLM's backend for architectures of
+    transformers adds the bias of an output layer (phi)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # as float32
+
+
 @dataclass(slots=True)
 class Building:
     """Places of weights and KV cache of an engine being built; the worker fills in home and KV region."""
@@ -69,6 +78,7 @@ class Building:
     device: DevicePool
     addresses_bytes: int  # for the weights; generous, for addresses cost no memory
     read: Callable[[int], None]  # called with the number of bytes read from the model's files
+    grown: list[GrownParameter] = field(default_factory=list)  # found by `reading`, or told before a build on an image
     home: Home = field(init=False)
     kv: KvRegion = field(init=False)
     check_kinds: Callable[[], None] = field(init=False)  # refuses a model by its layers, as `groups.check_kinds` does
@@ -79,6 +89,25 @@ class Building:
             self.home.leave()
         if hasattr(self, "kv"):
             self.kv.reservation.release()
+
+    @contextlib.contextmanager
+    def reading(self, model: torch.nn.Module) -> Iterator[None]:
+        """Within the context, the files of `model` are read: notes the parameters that the reading adds."""
+        before = {name for name, _ in model.named_parameters()}
+        yield
+        self.grown = [
+            GrownParameter(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+            for name, parameter in model.named_parameters()
+            if name not in before
+        ]
+
+    def grow(self, model: torch.nn.Module) -> None:
+        """Give `model` the noted parameters; their bytes come with the image."""
+        device = next(model.parameters()).device
+        for added in self.grown:
+            path, _, name = added.name.rpartition(".")
+            empty = torch.empty(added.shape, dtype=getattr(torch, added.dtype), device=device)
+            setattr(model.get_submodule(path), name, torch.nn.Parameter(empty, requires_grad=False))
 
 
 building: ContextVar[Building] = ContextVar("building")

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from runtime.core.engine import WeightSource
 from store.contract.wire import EngineSpec
 from store.files.architectures import TABLE, Known, Support
 from store.files.artefact import inspect
@@ -82,6 +83,9 @@ def test_what_inspection_accepts_is_built_and_says_what_bare_vllm_says(built: Bu
         assert engine._scheduler.recomputed == 0 and built.build.pages_used() == 0
     finally:
         engine.close()
+    again = built.build.build(built.spec(architecture), **SETTINGS)
+    assert again.source is WeightSource.HOST, "the image does not fit the engine: the files would be read at each build"
+    again.close()
     assert all(len(set(said)) > 5 for said in built.said[architecture]), "an answer that repeats itself proves nothing"
 
 

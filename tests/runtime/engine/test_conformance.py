@@ -16,9 +16,9 @@ import msgspec
 import pytest
 import torch
 
-from deploy.demo.random_weights import write_random
+from deploy.demo.random_weights import ARCHITECTURES, write_random
 from runtime.core.device.request import RequestId
-from runtime.core.engine import EngineError
+from runtime.core.engine import EngineError, WeightSource
 from store.contract.views import Content
 from store.contract.wire import EngineSpec
 from tests.runtime.engines import asleep, awake, payload, spec, until
@@ -271,6 +271,20 @@ def test_an_image_that_changed_is_noticed_and_given_up(build: Any, random_models
     again = awake(build(spec(random_models["llama"])))
     assert again.check() is None
     again.close()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_second_engine_is_built_around_the_image_of_the_first(build: Any, tmp_path: Path, architecture: str) -> None:
+    """A device builds around images made by another process. An image that does not fit costs a build from the files at
+    each waking, in the process that serves."""
+    folder, sources = write_random(tmp_path / architecture, architecture), list[WeightSource]()
+    for _ in range(2):
+        engine = awake(build(spec(folder)))
+        assert engine.check() is None
+        sources.append(engine.source)
+        asleep(engine)
+        engine.close()
+    assert sources == [WeightSource.FILES, WeightSource.HOST]
 
 
 def test_who_builds_from_files_is_told_how_many_bytes_of_them_were_read(

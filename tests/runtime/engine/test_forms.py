@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from runtime.core.device.request import RequestId
-from runtime.core.engine import Output
+from runtime.core.engine import Output, WeightSource
 from runtime.engine.vllm import VllmEngine
 from store.contract.wire import EngineSpec
 from tests.conftest import ROOT
@@ -63,9 +63,8 @@ class Pair:
     def engine(self, form: str, runtime: int = 0) -> VllmEngine:
         """The engine of a form at runtime 0, built from the files, or at runtime 1, built from the image."""
         if (form, runtime) not in self.engines:
-            images = self.builds[0].images.stats().images
-            self.engines[form, runtime] = self.builds[runtime].build(self.spec(form))
-            assert self.builds[0].images.stats().images == images + (runtime == 0), "the second is built from the image"
+            engine = self.engines[form, runtime] = self.builds[runtime].build(self.spec(form))
+            assert engine.source is (WeightSource.HOST if (form, 1 - runtime) in self.engines else WeightSource.FILES)
         return self.engines[form, runtime]
 
     def spec(self, form: str) -> EngineSpec:

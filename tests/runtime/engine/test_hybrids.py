@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 
 from runtime.core.device.request import RequestId
-from runtime.core.engine import EngineError, Output
+from runtime.core.engine import EngineError, Output, WeightSource
 from runtime.engine import groups
 from runtime.engine.vllm import VllmEngine
 from runtime.engine.worker import PooledWorker
@@ -68,7 +68,8 @@ class Hybrids:
     def engine(self, name: str, runtime: int = 0) -> VllmEngine:
         if (name, runtime) not in self.engines:
             asked = msgspec.structs.replace(spec(self.folders[name]), dtype=dtype(name))
-            self.engines[name, runtime] = self.builds[runtime].build(asked, **settings(name))
+            engine = self.engines[name, runtime] = self.builds[runtime].build(asked, **settings(name))
+            assert engine.source is (WeightSource.HOST if (name, 1 - runtime) in self.engines else WeightSource.FILES)
         return self.engines[name, runtime]
 
     def close(self) -> None:

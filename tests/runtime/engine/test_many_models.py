@@ -76,3 +76,24 @@ async def test_twenty_models_on_a_quarter_of_their_memory_say_what_each_says_alo
     assert all(model.residency is Residency.STAGED for model in device.state.models.values())
     # Pages on the way to the kernel count as free before the kernel has every page.
     await soon(lambda: shared_kib - device.rss_kib("RssShmem") >= 0.9 * POOL_BYTES / 1024)
+
+
+async def test_an_engine_keeps_little_memory_of_its_own(device: DeviceProcess, models: dict[str, Path]) -> None:
+    """Engines of models without a page on the device; the first engines bring what all engines of a process share."""
+
+    async def private_kib(names: list[str]) -> int:
+        """Private memory of the process once the models have answered and sleep."""
+        await device.load({name: models[name] for name in names})
+        for name in names:
+            await device.answer(device.ask(name, ASKED[0]))
+            device.end.send(ipc.Order(name, awake=False))
+        await device.until(lambda: device.state.pages_used == 0)
+        return device.rss_kib("RssAnon")
+
+    first, *others = [list(models)[at : at + 4] for at in range(0, MODELS, 4)]
+    before = await private_kib(first)
+    for names in others:
+        after = await private_kib(names)
+    assert after - before < 2 * 1024 * (MODELS - len(first)), (
+        f"{before} KiB with {len(first)} engines, {after} with all"
+    )
