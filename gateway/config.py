@@ -22,6 +22,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from gateway.core.extent import ExtentLimits
 from runtime.core.turns.registry import POLICIES
 from store.contract.elapsed import KEPT_DAYS
+from store.kept import kept
 from store.settings import PREFIX, MemoryShare, Replicas, SettingsError, read, size_or_share
 
 
@@ -313,22 +314,3 @@ def metrics_key(settings: Settings) -> str:
 def pepper(settings: Settings) -> bytes:
     """Return DATA/pepper, the secret for hashing tenants' keys; made on first use."""
     return bytes.fromhex(kept(settings.pepper_file, secrets.token_hex(32)))
-
-
-def kept(path: Path, fresh: str) -> str:
-    """Return the text of `path`; write `fresh` first if the file is missing. Concurrent processes agree on a text."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    if not path.exists():
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "w") as file:
-            file.write(fresh + "\n")
-            file.flush()
-            os.fsync(descriptor)
-        try:
-            os.link(draft, path)  # fails, instead of replacing the file, if another process was first
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
-    return path.read_text().strip()

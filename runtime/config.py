@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-from pydantic import BeforeValidator, ByteSize, Field
+from pydantic import BeforeValidator, ByteSize, Field, SecretStr
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from runtime.core.ledgers.costs import load_profile
 from runtime.core.turns.registry import POLICIES
 from runtime.migration import nixl, tls
 from runtime.migration.transport import is_loopback
+from store.contract.joining.proofs import TOKEN
 from store.contract.wire import Role
+from store.kept import kept
+from store.keypairs import new_seed
 from store.settings import MemoryShare, Replicas, size_or_share
 
 
@@ -67,6 +70,9 @@ class RuntimeSettings(BaseSettings):
     nats_credentials: Path | None = None  # file with the seed of its nkey, or a .creds file
     nats_ca: Path | None = None  # PEM file of the authority of a tls:// server
     nats_replicas: Replicas = None
+    # A join token, itself or in a file: shown beside the key in `nats_credentials`, which is made if absent.
+    join_token: SecretStr | None = None
+    join_token_file: Path | None = None
     runtime_id: str = "r1"
     policy: str = "slack"
     role: Role = Role.BOTH  # until the runtime is told a new role
@@ -131,6 +137,38 @@ class RuntimeSettings(BaseSettings):
         Raises OSError or ValueError if the profile can't be read."""
         profile = load_profile(self.profile.read_bytes(), str(self.profile)) if self.profile else None
         return msgspec.to_builtins(profile.law) if profile and profile.law else {}
+
+    def join_with(self) -> str | None:
+        """Return the join token to show, and make the runtime's key if the key's file is missing; None: no token.
+
+        Raises ValueError with a single sentence if a file can't be read or written. A missing file of a token is no
+        error once the runtime has a key: the token was needed only to join."""
+        if self.join_token is None and self.join_token_file is None:
+            return None
+        if self.nats_credentials is None:
+            raise ValueError(
+                "a join token needs STACCATO_NATS_CREDENTIALS: the file in which the runtime keeps its key"
+            )
+        try:
+            token = self._token(self.nats_credentials.exists())
+            if token is None:
+                return None
+            if not TOKEN.fullmatch(token):
+                raise ValueError("the join token is malformed: `staccato join-token create` prints a token")
+            kept(self.nats_credentials, new_seed("user"))
+            return token
+        except OSError as error:
+            raise ValueError(
+                f"{error.filename}: {error.strerror}: a runtime reads its token, and keeps a key"
+            ) from error
+
+    def _token(self, has_key: bool) -> str | None:
+        if self.join_token is not None:
+            return self.join_token.get_secret_value()
+        assert self.join_token_file is not None
+        if has_key and not self.join_token_file.exists():
+            return None
+        return self.join_token_file.read_text().strip()
 
     def check(self) -> None:
         """Raises ValueError with a single sentence if a setting can't work on this machine."""

@@ -30,6 +30,7 @@ from nats.js.errors import Error as JetStreamError
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 
 from store.contract import grants, wire
+from store.contract.joining.proofs import NAME_PREFIX
 from store.parts import PART_BYTES, REQUEST_MOST, Joiner, TooManyParts, WrongPart, ask_in_parts
 from store.settings import addresses
 from store.streams import LEASE_TTL_S, LEASED, StoredStreams, stream_of
@@ -125,6 +126,7 @@ class Bus:
         credentials: Path | None = None,
         authority: Path | None = None,
         replicas: int | None = None,
+        token: str | None = None,
     ) -> AsyncIterator[Bus]:
         """Connect to a NATS server at `url`, which names the servers of a cluster with commas between; the connection
         closes at the end of the context.
@@ -132,12 +134,11 @@ class Bus:
         `credentials`: a file with an nkey's seed, or a `.creds` file with a JWT; None: credentials in the URL, or none.
         `authority`: for tls://, PEM file of the server's certificate authority; None: the machine's authorities.
         `replicas`: servers that keep each stream and bucket; None: 1, and streams that are there stay as they are.
+        `token`: a join token, shown beside the credentials.
 
         Raises BusError when the server is not reachable, refuses the user, has no JetStream or carries less than 1 MiB
         a message."""
         buses: list[Bus] = []
-        servers = addresses(url)
-        refused, distrusted = False, ""
 
         async def reconnected() -> None:
             log.warning("bus.reconnected", name=name)
@@ -145,51 +146,12 @@ class Bus:
                 bus._behind = True
                 bus._doubt.set()
 
-        async def failed(error: Exception) -> None:
-            nonlocal refused, distrusted
-            if isinstance(error, ssl.SSLError):
-                distrusted = error.reason
-            refused |= "authorization violation" in str(error).lower()
-            if "permissions violation" in str(error).lower():  # the forbidden request gets no answer but this error
-                log.error("bus.forbidden", name=name, user=user.name, error=str(error))
-            else:
-                log.warning("bus.error", name=name, error=f"{type(error).__name__}: {error}")
-
-        options = dict(
-            name=name,
-            connect_timeout=2,
-            reconnect_time_wait=0.1,
-            max_reconnect_attempts=-1,
-            ping_interval=PING_OF_MANY_S if len(servers) > 1 else PING_S,
-            max_outstanding_pings=PINGS_MOST,
-            pending_size=PENDING_MOST,
-            allow_reconnect=True,
-            inbox_prefix=user.inbox,
-            error_cb=failed,
-            reconnected_cb=reconnected,
-            **_identity(credentials),
-            **_trust(url, authority),
-        )
-        try:
-            client = await within(nats.connect(servers, **options), CONNECT_TIMEOUT_S)  # the client would try for ever
-        except (OSError, nats.errors.Error, TimeoutError) as error:
-            shown = redacted(url)
-            if refused:
-                raise BusError(
-                    f"NATS at {shown} refuses the user {user.name}: set STACCATO_NATS_CREDENTIALS to a file with the "
-                    "seed of an nkey that it knows"
-                ) from error
-            if distrusted:
-                raise BusError(
-                    f"NATS at {shown} shows a certificate that is not believed ({distrusted}): name its "
-                    "authority with STACCATO_NATS_CA"
-                ) from error
-            raise BusError(f"NATS at {shown} is not reachable: start it or set STACCATO_NATS_URL") from error
+        client = await opened(url, name, user, credentials, authority, token, reconnected)
         bus = cls(client, user, replicas)
         buses.append(bus)
         mending: list[asyncio.Task[None]] = []
         try:
-            await bus._prepare(redacted(url), ELECT_S if len(servers) > 1 else 0.0)
+            await bus._prepare(redacted(url), ELECT_S if len(addresses(url)) > 1 else 0.0)
             mending.append(asyncio.create_task(bus._mend()))
             yield bus
         finally:
@@ -524,6 +486,67 @@ class Bus:
         return await self._js.pull_subscribe(
             wire.usage_subject(">"), durable=consumer, stream=wire.USAGE_STREAM, config=config
         )
+
+
+async def opened(
+    url: str,
+    name: str,
+    user: grants.User,
+    credentials: Path | None,
+    authority: Path | None,
+    token: str | None,
+    reconnected: Callable[[], Awaitable[None]],
+) -> Client:
+    """Return a connection, which reconnects for ever, and which the caller must close.
+
+    `reconnected` is called after each reconnection; `Bus.connect` explains the other arguments. Raises BusError when
+    the server is not reachable, or refuses the user."""
+    servers = addresses(url)
+    refused, distrusted = False, ""
+
+    async def failed(error: Exception) -> None:
+        nonlocal refused, distrusted
+        if isinstance(error, ssl.SSLError):
+            distrusted = error.reason
+        refused |= "authorization violation" in str(error).lower()
+        if "permissions violation" in str(error).lower():  # the forbidden request gets no answer but this error
+            log.error("bus.forbidden", name=name, user=user.name, error=str(error))
+        else:
+            log.warning("bus.error", name=name, error=f"{type(error).__name__}: {error}")
+
+    options = dict(
+        name=name,
+        connect_timeout=2,
+        reconnect_time_wait=0.1,
+        max_reconnect_attempts=-1,
+        ping_interval=PING_OF_MANY_S if len(servers) > 1 else PING_S,
+        max_outstanding_pings=PINGS_MOST,
+        pending_size=PENDING_MOST,
+        allow_reconnect=True,
+        inbox_prefix=user.inbox,
+        error_cb=failed,
+        reconnected_cb=reconnected,
+        **_identity(credentials),
+        **_trust(url, authority),
+        **({"token": token} if token else {}),
+    )
+    try:
+        return await within(nats.connect(servers, **options), CONNECT_TIMEOUT_S)  # the client would try for ever
+    except (OSError, nats.errors.Error, TimeoutError) as error:
+        shown = redacted(url)
+        if refused:
+            said = "; if runtimes join by token, `staccato join-service` runs and logs the reason"
+            joins = said if user.name.startswith(NAME_PREFIX) else ""
+            raise BusError(
+                f"NATS at {shown} refuses the user {user.name}: set STACCATO_NATS_CREDENTIALS to a file with the "
+                f"seed of an nkey that it knows{joins}"
+            ) from error
+        if distrusted:
+            raise BusError(
+                f"NATS at {shown} shows a certificate that is not believed ({distrusted}): name its "
+                "authority with STACCATO_NATS_CA"
+            ) from error
+        raise BusError(f"NATS at {shown} is not reachable: start it or set STACCATO_NATS_URL") from error
 
 
 def _identity(credentials: Path | None) -> dict[str, str]:

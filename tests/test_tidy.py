@@ -51,6 +51,7 @@ MAY_IMPORT = {
     " runtime/core/* runtime/engine store/*",
     "gateway/billing": "gateway/http store/*",
     "gateway/imports": "gateway/config.py store/*",
+    "gateway/joining": "gateway/config.py store/*",
     "gateway/control": "gateway/core gateway/http gateway/inference gateway/streams gateway/billing gateway/imports"
     " gateway/ops runtime/core/* store/*",
     "gateway/ops": "gateway/config.py gateway/http gateway/streams store/*",
@@ -74,9 +75,11 @@ MAY_IMPORT = {
     "runtime/scheduler": "runtime/core/* runtime/config.py store/*",
     "runtime/sim": "runtime/core/* runtime/device runtime/sim/dispatch store/contract store/files",
     "runtime/sim/dispatch": "runtime/core/* runtime/sim store/contract",
-    "store": "store/contract",
+    "store": "store/contract store/contract/joining",
     "store/contract": "",
+    "store/contract/joining": "store/contract",
     "store/db": "store/*",
+    "store/db/fleet": "store/*",
     "store/files": "store/contract",
     "store/fork": "",
     "store/telemetry": "",
@@ -86,8 +89,9 @@ MAY_IMPORT = {
 
 # A dependency has a single home.
 HOMES = {
-    "nats": r"store/(bus|streams)\.py",
-    "nkeys": r"gateway/ops/bus_users\.py",
+    "nats": r"store/(bus|streams|system)\.py",
+    "nkeys": r"store/keypairs\.py",
+    "nacl": r"store/keypairs\.py",
     "cryptography": r"gateway/ops/certificates\.py",
     "sqlalchemy": r"(store|migrations)/.*",
     "alembic": r"(store|migrations)/.*",

@@ -9,7 +9,20 @@ from typing import Annotated
 
 import typer
 
-from gateway.cli import audit, billing, chat, deployments, models, operators, profile, serve, sim, tenants, top
+from gateway.cli import (
+    audit,
+    billing,
+    chat,
+    deployments,
+    joining,
+    models,
+    operators,
+    profile,
+    serve,
+    sim,
+    tenants,
+    top,
+)
 from gateway.cli.api import CliError
 from gateway.cli.terminal import completion
 
@@ -26,6 +39,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "runtime": serve.runtime,
     "scheduler": serve.scheduler,
     "ledger": serve.ledger,
+    "join-service": serve.join_service,
     "migrate": serve.migrate,
     "nats-users": serve.nats_users,
     "doctor": serve.doctor,
@@ -51,6 +65,8 @@ GROUPS = {
     "tenant": tenants.tenant,
     "key": tenants.key,
     "operator-key": operators.operator_key,
+    "join-token": joining.join_token,
+    "joined": joining.joined,
     "model": models.model,
     "usage": billing.usage,
     "bill": billing.bill,

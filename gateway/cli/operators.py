@@ -40,7 +40,7 @@ def create_key(
     json: Json = False,
 ) -> None:
     """Create a key of an operator and print the key; the key can't be shown again."""
-    body: Row = {"name": name, "scopes": scope, "expires_at": _moment(expires)}
+    body: Row = {"name": name, "scopes": scope, "expires_at": moment(expires)}
     with connect(url, key) as gateway:
         print_secret(gateway.post(route("operator-keys"), body), json)
 
@@ -65,7 +65,7 @@ def rotate_key(
 ) -> None:
     """Print a successor of a key; the old key goes on for the overlap."""
     overlap_s = None if overlap is None else round(_duration(overlap, "--overlap").total_seconds())
-    body: Row = {"overlap_s": overlap_s, "expires_at": _moment(expires)}
+    body: Row = {"overlap_s": overlap_s, "expires_at": moment(expires)}
     with connect(url, key) as gateway:
         print_secret(gateway.post(route("operator-keys", key_id, verb=":rotate"), body), json)
 
@@ -81,7 +81,7 @@ def revoke_key(key_id: OperatorKeyId, url: Url = None, key: Key = None, json: Js
         note(f"key {key_id} is revoked: within 5 seconds no gateway takes it")
 
 
-def _moment(said: str | None) -> str | None:
+def moment(said: str | None) -> str | None:
     """RFC 3339 of `said`: a duration from now, or a date as typed. Raises typer.BadParameter."""
     if said is None or re.match(r"\d{4}-\d\d-\d\d", said):
         return said

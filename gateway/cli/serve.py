@@ -139,29 +139,38 @@ def ledger() -> None:
     _become("store.db.ledger")
 
 
+def join_service() -> None:
+    """Run the join service alone; settings from the environment."""
+    _become("gateway.joining")
+
+
 def nats_users(
     folder: Annotated[Path, typer.Argument(help="Gets NAME.nk for each user, and users.conf for nats-server.")],
     runtime: Annotated[list[str] | None, typer.Option(help="STACCATO_RUNTIME_ID of one that there will be.")] = None,
     host: Annotated[
         list[str] | None, typer.Option(help="A name or address by which the NATS server is reached.")
     ] = None,
+    join: Annotated[
+        bool, typer.Option("--join", help="Let runtimes that are not named here join by proof, with a join token.")
+    ] = False,
 ) -> None:
     """Make the users of a NATS of your own, and certificates for TLS of the server and between runtimes.
 
     Each role's process gets its .nk file as STACCATO_NATS_CREDENTIALS and ca.crt as STACCATO_NATS_CA; each runtime its
-    .crt and .key, too."""
+    .crt and .key, too. With --join, the join service gets join.nk and issuer.nk, no other process gets issuer.nk."""
     from gateway.ops import bus_users, certificates
     from store.contract import grants
 
-    users = [grants.GATEWAY, grants.SCHEDULER, grants.LEDGER, *map(grants.runtime, runtime or ["r1"])]
-    block = bus_users.make(folder, users)
+    runtimes = [grants.runtime(id) for id in runtime or ([] if join else ["r1"])]
+    users = [grants.GATEWAY, grants.SCHEDULER, grants.LEDGER, *runtimes]
+    block = (bus_users.make_joining if join else bus_users.make)(folder, users)
     (folder / "users.conf").write_text(block)
     try:
-        made = certificates.make(folder, [grants.runtime(id).name for id in runtime or ["r1"]], host or [])
+        made = certificates.make(folder, [user.name for user in runtimes], host or [])
     except ValueError as error:
         raise CliError(str(error)) from error
     (folder / "routes.conf").write_text(certificates.routes_block(folder))
-    note(f"{len(users)} users in {folder}; include {folder / 'users.conf'} in the server's configuration")
+    note(f"{len(users) + join} users in {folder}; include {folder / 'users.conf'} in the server's configuration")
     note(f"certificates: {', '.join(made) or 'all there already'}; keep {folder / 'authority'} to yourself")
 
 

@@ -25,6 +25,8 @@ PATHS = {
     "deployment": "The deployment's name or id.",
     "gpu": "The id of the device's runtime.",
     "request": "The x-request-id of an answer.",
+    "token": "The join token's id.",
+    "runtime": "The id of the runtime that joined.",
     "name": "The deployment's name, or name@revision.",
 }
 # Fields of an answer that fill a parameter of a path; every other parameter is filled with the id.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-import nkeys
+from store.contract.grants import JOIN, User, authorization, joining
+from store.kept import kept
+from store.keypairs import SigningKey, new_seed
 
-from gateway.config import kept
-from store.contract.grants import User, authorization
+ISSUER_FILE = "issuer.nk"  # seed of the account that signs joined runtimes in: for the join service alone
 
 
 def seed_file(folder: Path, user: User) -> Path:
@@ -22,8 +22,14 @@ def make(folder: Path, users: Sequence[User]) -> str:
     return authorization(users, {user.name: _public_key(seed_file(folder, user)) for user in users})
 
 
+def make_joining(folder: Path, users: Sequence[User]) -> str:
+    """Return blocks of nats-server's configuration in which runtimes join by proof. Seeds of users,
+    join service and issuer are made if missing in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    keys = {user.name: _public_key(seed_file(folder, user)) for user in (*users, JOIN)}
+    issuer = SigningKey(kept(folder / ISSUER_FILE, new_seed("account")))
+    return joining(users, keys, issuer.public_key)
+
+
 def _public_key(file: Path) -> str:
-    fresh: bytes = nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER)
-    pair = nkeys.from_seed(bytearray(kept(file, fresh.decode()).encode()))
-    public: bytes = pair.public_key
-    return public.decode()
+    return SigningKey(kept(file, new_seed("user"))).public_key

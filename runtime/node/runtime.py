@@ -308,13 +308,15 @@ class Node:
 async def serve(
     settings: RuntimeSettings, traces: tracing.Traces | None = None, device: Sequence[str] = DEVICE
 ) -> None:
-    """Run a node until SIGTERM or SIGINT. `device` is the program of the device process. Raises BusError."""
+    """Run a node until SIGTERM or SIGINT. `device` is the program of the device process.
+
+    Raises BusError, and ValueError for a join token that can't be used."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     user = grants.runtime(settings.runtime_id)
-    identity = (user, settings.nats_credentials, settings.nats_ca, settings.nats_replicas)
+    identity = (user, settings.nats_credentials, settings.nats_ca, settings.nats_replicas, settings.join_with())
     connecting = Bus.connect(settings.nats_url, user.name, *identity)
     async with with_fork_server(settings) as served, connecting as bus:
         await Node(bus, served, traces, device).run(stop)
@@ -323,7 +325,7 @@ async def serve(
 def main() -> int:
     observe.configure_logs("runtime")
     try:
-        settings = read(RuntimeSettings)
+        settings = read(RuntimeSettings, ("join_token",))
         settings.check()
         with tracing.configured("runtime") as traces:
             uvloop.run(serve(settings, traces))

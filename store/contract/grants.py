@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from store.contract import reports, resumption, views, wire
 
 ANY = "*"  # matches a word of a subject
+ANSWERS_MOST, ANSWER_MINUTES = 1, 2  # to a request, and the time for the answer
 BOOKS = "ledger"  # durable consumer of the usage
 
 
@@ -99,6 +100,11 @@ SCHEDULER = User(
 BUCKETS = (wire.LEASES, wire.LEASE_BASES, wire.MODELS, wire.PLACES, wire.LEADER, wire.QUOTAS)
 KEPT = (*map(_stream, BUCKETS), wire.USAGE_STREAM)
 LEDGER = User("ledger", books=True, keeps=KEPT)
+SYSTEM_ACCOUNT = "$SYS"  # of nats-server: logins and connections of every account
+LOGINS = "$SYS.REQ.USER.AUTH"  # questions of servers: who is the client that connects?
+CONNECTIONS = "$SYS.REQ.SERVER.PING.CONNZ"  # asks every server for the server's connections
+CALLOUT_S = 1.8  # longest wait of a server for the answer of a join service; clients wait 2 s for the server
+JOIN = User("join", says=(CONNECTIONS, "$SYS.REQ.SERVER.*.KICK"), hears=(LOGINS,), answers=True)
 # User of a server that asks for no credentials.
 ANYBODY = User(
     "anybody",
@@ -106,6 +112,11 @@ ANYBODY = User(
     meters=True,
     books=True,
 )
+
+
+def kick_subject(server: str) -> str:
+    """Return the subject of orders to end a connection of the server with the id `server`."""
+    return f"$SYS.REQ.SERVER.{server}.KICK"
 
 
 def runtime(id: str) -> User:
@@ -132,12 +143,36 @@ def runtime(id: str) -> User:
 
 def authorization(users: Iterable[User], keys: Mapping[str, str]) -> str:
     """Return the users as a block of nats-server's configuration. `keys`: public nkey by user name."""
+    return f"authorization {{\n{_users(users, keys)}}}\n"
+
+
+def joining(users: Iterable[User], keys: Mapping[str, str], issuer: str) -> str:
+    """Return blocks of nats-server's configuration in which runtimes join by proof, and `users` as ever.
+
+    Every other client is shown to the join service, which is a user of the system account: the service alone may hear
+    who connects, and end connections. `issuer`: public key of the account whose seed the service has."""
+    users = list(users)
+    known = ", ".join(keys[user.name] for user in (*users, JOIN))
+    callout = f"""\
+  timeout: {CALLOUT_S}
+  auth_callout {{
+    issuer: {issuer}
+    account: "{SYSTEM_ACCOUNT}"
+    auth_users: [{known}]
+  }}
+"""
+    accounts = f"accounts {{\n  {SYSTEM_ACCOUNT} {{\n{_users([JOIN], keys)}  }}\n}}\n"
+    return f"{accounts}authorization {{\n{_users(users, keys)}{callout}}}\n"
+
+
+def _users(users: Iterable[User], keys: Mapping[str, str]) -> str:
     blocks = "\n".join(_block(user, keys[user.name]) for user in users)
-    return f"authorization {{\n  users: [\n{blocks}\n  ]\n}}\n"
+    return f"  users: [\n{blocks}\n  ]\n"
 
 
 def _block(user: User, public_key: str) -> str:
-    answers = '\n        allow_responses: { max: 1, expires: "2m" }' if user.answers else ""
+    allowed = f'{{ max: {ANSWERS_MOST}, expires: "{ANSWER_MINUTES}m" }}'
+    answers = f"\n        allow_responses: {allowed}" if user.answers else ""
     return f"""\
     {{ # {user.name}
       nkey: {public_key}

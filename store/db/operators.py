@@ -22,7 +22,7 @@ Scope = Literal[
     "metrics:read",  # /api/v1/metrics: the series of tenants, for Prometheus
     "billing:read",  # usage, prices, corrections, exports
     "billing",  # billing:read, and to set prices and write corrections
-    "fleet",  # to see and drain runtimes, and to give roles to runtimes
+    "fleet",  # to see and drain runtimes, to give roles to runtimes, to let runtimes join and to revoke them
     "deployments",  # models, deployments, breakdowns of requests, events
     "tenants",  # tenants, limits and keys of tenants; and so whatever a tenant's key permits
     "audit:read",  # the audit log and its check

@@ -59,6 +59,30 @@ operator_keys = Table(
     Column("last_used_us", BigInteger),
 )
 
+# Tokens by which runtimes join the bus, and the runtimes that joined. store/contract/joining/proofs.py has the rules.
+join_tokens = Table(
+    "join_tokens",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("mac", Text, nullable=False, unique=True),  # as in keys
+    Column("runtime", Text),  # the only id of a runtime that may use the token; null: any id
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False),
+    Column("used_us", BigInteger),
+    Column("used_by", Text),  # id of the runtime
+    Column("revoked_us", BigInteger),
+)
+joined_runtimes = Table(
+    "joined_runtimes",
+    metadata,
+    Column("id", Text, primary_key=True),  # id of the runtime
+    Column("public_key", Text, nullable=False),  # nkey
+    Column("token_id", Text, ForeignKey("join_tokens.id"), nullable=False),
+    Column("joined_us", BigInteger, nullable=False),
+    Column("revoked_us", BigInteger),
+)
+_unique("joined_runtimes_public_key", joined_runtimes.c.public_key, when="revoked_us IS NULL")
+
 artefacts = Table(
     "artefacts",
     metadata,

@@ -25,7 +25,7 @@ FIELDS = frozenset(
         *("event", "level", "timestamp", "process"),
         # names and ids
         *("attempt", "bucket", "database", "deployment", "engine", "gateway", "image", "model", "move", "name"),
-        *("request", "revision", "runtime", "source", "subject", "target", "tenant", "user"),
+        *("public_key", "request", "revision", "runtime", "source", "subject", "target", "tenant", "user"),
         # numbers and durations
         *("after_s", "blocks", "bytes", "calls", "first", "image_bytes", "in_s", "lacks_bytes", "last", "limit_bytes"),
         *("largest", "messages", "of", "offset", "output_tokens", "pages", "parcels", "patience_s", "period", "pieces"),

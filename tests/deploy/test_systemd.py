@@ -12,7 +12,7 @@ import pytest
 from tests.deploy.tools import DEPLOY, program
 
 UNITS = DEPLOY / "systemd"
-NAMES = ["gateway@1", "ledger", "migrate", "runtime@r1", "scheduler"]
+NAMES = ["gateway@1", "join-service", "ledger", "migrate", "runtime@r1", "scheduler"]
 EXPOSURE_MOST = 20  # of 100, as `systemd-analyze security` counts
 
 
@@ -59,9 +59,10 @@ def test_the_unit_is_confined(root: Path, name: str) -> None:
 
 def test_every_unit_is_for_a_role_and_gets_its_own_seed() -> None:
     units = {path.stem.removeprefix("staccato-").rstrip("@"): path.read_text() for path in UNITS.glob("*.service")}
-    assert set(units) == {"gateway", "ledger", "migrate", "runtime", "scheduler"}
+    assert set(units) == {"gateway", "join-service", "ledger", "migrate", "runtime", "scheduler"}
     for role, text in units.items():
         assert f"ExecStart=/opt/staccato/.venv/bin/staccato {role}\n" in text
         seeds = re.findall(r"^LoadCredential=nats\.nk:/etc/staccato/nats/(.+)$", text, re.MULTILINE)
-        assert seeds == {"migrate": [], "runtime": ["runtime-%i.nk"]}.get(role, [f"{role}.nk"])
+        special = {"migrate": [], "runtime": ["runtime-%i.nk"], "join-service": ["join.nk"]}
+        assert seeds == special.get(role, [f"{role}.nk"])
         assert ("Type=notify" in text) == ("WatchdogSec=" in text) == (role != "migrate")

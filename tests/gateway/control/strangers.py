@@ -23,7 +23,8 @@ from starlette.types import ASGIApp, Message
 from tests.gateway.http.described import METHODS
 
 # Parameter or field → the kind of thing named.
-IN_PATH = {name: name for name in ("tenant", "key", "model", "deployment", "gpu", "request")} | {"name": "served"}
+THINGS = ("tenant", "key", "model", "deployment", "gpu", "request", "token", "runtime")
+IN_PATH = {name: name for name in THINGS} | {"name": "served"}
 IN_QUERY = {
     "tenant": "tenant",
     "deployment": "deployment",
@@ -44,6 +45,7 @@ HARMLESS_FIELDS = {
     *("name", "weight", "limits", "scopes", "expires_at", "overlap_s", "source", "dtype", "max_model_len", "slo"),
     *("priority", "scaling", "price", "tool_parser", "reasoning_parser", "revision", "canary", "role", "on", "reason"),
     *("language_model_only", "keep_prefixes"),
+    "runtime",  # of a join token: an id that is free, so the field names no thing
     *("prompt_pico", "output_pico", "cached_pico", "gpu_s_pico", "switch_s_pico", "cache_gb_s_pico", "kv_gb_s_pico"),
     *("currency", "valid_from", "amount_minor", "corrects", "percent", "digest", "service_tier"),
 }

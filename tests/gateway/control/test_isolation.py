@@ -100,6 +100,7 @@ async def owned(plane: Plane, name: str) -> tuple[httpx.AsyncClient, dict[str, s
     audit = made(await client.get("/audit"), 200)["data"]
     answers["audit"] = [{"id": entry["id"], "hash": entry["hash"]} for entry in audit[-2:]]
     answers["head"] = made(await client.get("/audit:verify"), 200)["head"]
+    token = made(await admin.post("/join-tokens", json={}))
     names = {
         "tenant": name,
         "key": key["id"],
@@ -108,6 +109,8 @@ async def owned(plane: Plane, name: str) -> tuple[httpx.AsyncClient, dict[str, s
         "served": f"{name}-chat",
         "gpu": "r1",
         "request": f"{name}-request",
+        "token": token["id"],
+        "runtime": "r1",
     }
     return client, names, answers
 
@@ -135,6 +138,8 @@ async def world(plane_on_both: Plane) -> AsyncIterator[World]:
         "served": [deployment["name"], f"{deployment['name']}@1", deployment["id"], model["name"]],
         "gpu": ["r1"],
         "request": [f"{MARK}-request"],
+        "token": [names["token"]],
+        "runtime": ["r1"],
         "cursor": [cursor(answers[name]["id"]) for name in ("tenant", "made", "model", "deployment", "correction")],
         "event": [entry["id"] for entry in answers["audit"]],
         "head": [answers["head"]],

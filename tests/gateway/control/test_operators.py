@@ -14,14 +14,14 @@ from gateway.http.auth import Auth
 from gateway.inference.asking import Asking, Bounds
 from gateway.inference.endpoint import Inference
 from store.db.operators import EVERYTHING, SCOPES
-from tests.gateway.control.strangers import Ask, Strangers, ask
+from tests.gateway.control.strangers import THINGS, Ask, Strangers, ask
 from tests.gateway.http.test_auth import bearer
 from tests.gateway.plane import ADMIN_KEY, PEPPER, Plane, made
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM and torch, imported by the gateway
 
 # Names of missing things: a permitted operation answers 404 without a change.
-NOTHING = dict.fromkeys(("tenant", "key", "model", "deployment", "served", "gpu", "request"), "nothing")
+NOTHING = dict.fromkeys((*THINGS, "served"), "nothing")
 
 
 def in_days(days: float) -> str:

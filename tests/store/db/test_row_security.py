@@ -19,7 +19,7 @@ from tests.databases import Postgres
 pytestmark = pytest.mark.postgres
 
 OF_NOBODY = {"audit_head"}  # a single row about the whole log
-OF_OPERATORS = {"operator_keys"}  # the tenants' role may not even look
+OF_OPERATORS = {"operator_keys", "join_tokens", "joined_runtimes"}  # the tenants' role may not even look
 OWNED = [table for table in metadata.sorted_tables if table.name not in OF_NOBODY | OF_OPERATORS]
 SHARED = {"models", "prices"}  # rows without a tenant are visible to every tenant
 # The role may only do what tenants' keys do somewhere: otherwise the server refuses before a look at rows.
