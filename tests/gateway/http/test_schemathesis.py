@@ -31,6 +31,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from store.contract import wire
 from store.contract.wire import ModelState, Residency
 from tests.conftest import free_port
 from tests.gateway.plane import ADMIN_KEY, Plane, made
@@ -72,6 +73,11 @@ async def furnished(plane: Plane) -> tuple[dict[str, str], str]:
     await plane.model("llama", client, write_model(plane.folder / "roots" / "llama", seed="llama"))
     deployment = made(await client.post("/deployments", json={"name": "chat", "model": "llama"}))
     await plane.report({deployment["engine"]: ModelState(residency=Residency.RESIDENT, load_ms=12.0)})
+
+    async def obey(_: bytes) -> wire.Reply:
+        return wire.Reply()
+
+    await plane.bus.respond(wire.control_subject("r1"), obey)  # else orders to runtimes are answered by 503 after 5 s
     return {"tenant": "acme", "key": key["id"], "model": "llama", "deployment": "chat", "gpu": "r1"}, key["key"]
 
 

@@ -27,7 +27,12 @@ MIB = 1 << 20
 POOL_BYTES, HOST_BYTES, DISK_BYTES = 64 * MIB, 56 * MIB, 1024 * MIB
 SHAPES = {"a": (256, 6), "b": (320, 6), "c": (192, 6), "d": (256, 5)}  # hidden size, layers: 10 to 28 MiB of weights
 MANY = int(os.environ.get("LADDER_MODELS", "100"))  # models of the long test
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "opt": "OPTForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi": "PhiForCausalLM",  # has a parameter that vLLM adds while reading the files
+}
 ASKED: dict[str, Any] = dict(prompt=[7, 8, 9] * 20, temperature=0, max_tokens=12)
 
 
@@ -95,7 +100,7 @@ def heard(path: Path, kind: type[T]) -> list[T]:
 async def test_a_restarted_device_reads_its_images_from_disk_and_builds_nothing(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    expected: dict[str, list[int]] = {}
+    models, expected = models | {"phi": write_random(tmp_path / "phi", "phi")}, dict[str, list[int]]()
     for life in ("first", "second"):
         device = await started(tmp_path / "disk", tmp_path / life)
         await load(device, models)
