@@ -9,7 +9,7 @@ from tests.bench.gateway.footprint import LIGHT, has_torch, processes
 from tests.e2e.conftest import Platform
 
 RSS_BYTES_MOST = 150_000_000
-IMAGING_S = 150.0  # the process that makes images ends 60 s after its last image
+IMAGING_S = 150.0  # images are made by a process with torch, which ends 60 s after the last image
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def running(platform: Platform) -> dict[str, psutil.Process]:
     """Processes of the platform by name, after a chat at least, so that a renderer runs."""
     body = {"model": "faq", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
     platform.post("/v1/chat/completions", body, platform.keys["acme"])
-    platform.until(lambda: not platform.children("runtime.imaging"), IMAGING_S)  # waits for further models a while
+    platform.until(lambda: not platform.children("runtime.imaging"), IMAGING_S)
     return processes(platform.everyone())
 
 
