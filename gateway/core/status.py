@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Literal, TypeAlias
 
@@ -129,11 +130,20 @@ def _progress(states: States, weight_bytes: int) -> Progress | None:
     return Progress(done_bytes=state.read_bytes, total_bytes=state.files_bytes, eta_s=eta_s)
 
 
-def _queued(states: States, weight_bytes: int) -> Progress | None:
-    due = [state for state in states.values() if state.build_place]
-    if not due:
+def first_build(states: Iterable[ModelState]) -> ModelState | None:
+    """Return the state of the runtime that will have built an engine first; None: a runtime has an engine, or no
+    runtime has to build one. Runtimes that don't know the time yet come last."""
+    states = [
+        state for state in states if state.residency not in (Residency.COLD, Residency.FAILED) or state.build_place
+    ]
+    if not states or not all(state.build_place for state in states):
         return None
-    state = min(due, key=lambda state: state.build_place)
+    return min(states, key=lambda state: (state.build_eta_s or math.inf, state.build_place))
+
+
+def _queued(states: States, weight_bytes: int) -> Progress | None:
+    if (state := first_build(states.values())) is None:
+        return None
     before = state.build_place - 1
     return Progress(
         done_bytes=0,

@@ -11,11 +11,13 @@ import math
 import secrets
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 
 from gateway.core.objectives import objective
 from gateway.core.salts import cache_salt
+from gateway.core.status import first_build
 from gateway.http.auth import Caller, Target
 from gateway.http.errors import Problem
 from gateway.http.reserve import Reserve
@@ -68,7 +70,7 @@ class RequestServing:
         if generates and self.reserve:
             self.reserve.check()
         resumes = context.resumes_after is not None
-        context.expected_s = lambda: self.fleet.build_eta_s(context.target.spec.key)
+        context.expected_s = partial(self._build_s, context.target.spec.key)  # no closure: no cycle
         admission = await self.quotas.admit(context.caller, context.target, generates, resumes)
         try:
             if resumes:
@@ -114,9 +116,15 @@ class RequestServing:
                 deadline = min(deadline, began_s + FIRST_RUNTIME_S)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                after_s = max(2, math.ceil(self.fleet.build_eta_s(target.spec.key) or 0))
+                after_s = max(2, math.ceil(self._build_s(target.spec.key) or 0))
                 raise Problem(503, "no_runtime", self._no_runtime(), headers={"retry-after": str(after_s)})
             await self.fleet.change(min(left_s, HOLD_POLL_S))
+
+    def _build_s(self, key: str) -> float | None:
+        """Seconds until a runtime has built the engine for which requests to the model wait; None: not known, or no
+        request waits for a build."""
+        first = first_build(self.fleet.states(key).values())
+        return first.build_eta_s or None if first else None
 
     def _no_runtime(self) -> str:
         if any(lease.engine for lease in self.fleet.leases.values()):

@@ -100,11 +100,6 @@ class RuntimesView:
         failed = [state.error for state in states if state.residency is Residency.FAILED]
         return failed[0] if failed and len(failed) == len(states) else None
 
-    def build_eta_s(self, key: str) -> float | None:
-        """Seconds until the first runtime has built an engine for the model; None: no build is due, or not known."""
-        states = self.states(key).values()
-        return min((state.build_eta_s for state in states if state.build_place and state.build_eta_s), default=None)
-
     async def change(self, timeout_s: float) -> None:
         """Wait until some lease changes, for `timeout_s` seconds at most."""
         changed = self._changed

@@ -95,6 +95,10 @@ def serve(shape: str, engines: int) -> None:
 
 
 def taken() -> dict[str, int]:
+    """Memory, threads and files of this process, once the heap is trimmed, as a device at rest does after builds."""
+    from runtime.memory import heap
+
+    heap.trim()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     kinds = {f"{kind}_kib": int(status[kind].split()[0]) for kind in ("RssAnon", "RssShmem")}
     return kinds | {"threads": int(status["Threads"]), "fds": len(os.listdir("/proc/self/fd"))}

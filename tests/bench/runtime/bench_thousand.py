@@ -6,10 +6,10 @@ be built. Meanwhile the list of deployments is asked again and again. Then each 
 order, and the same question again, in a different order: the answers must agree, and the time to the first token is
 held against the objective of the deployment.
 
-The answer has the seconds of the deployments, the times to the first token, and the tiers in which the models were when
-asked; how long the API answered, in the median, the 99th percentile and at most; the shared and the private memory of
-all processes; and the time of `staccato ps`. Bounds: no model fails, every answer agrees, memory stays below the host
-cache and 2 GiB more, and the API's 99th percentile below 200 ms.
+The answer has the seconds of the deployments, the tiers in which the models were then, the times to the first token;
+how long the API answered, in the median, the 99th percentile and at most; the shared and the private memory of all
+processes; and the time of `staccato ps`. Bounds: no model fails, every answer agrees, memory stays below the host cache
+and 2 GiB more, and the API's 99th percentile below 200 ms.
 
 `python tests/bench/runtime/bench_thousand.py [--models 1000] [--asked 4]`
 """

@@ -78,4 +78,6 @@ def test_a_model_in_the_queue_of_builds_tells_how_many_come_first_and_how_long_t
         done_bytes=0, total_bytes=4000, eta_s=60, waits_for="36 models are built first"
     )
     being_read = ModelState(residency=Residency.LOADING, read_bytes=10, files_bytes=40, reading_s=1.0, build_place=1)
+    assert _progress({"r1": due(3), "r2": PARKED}, 4000) is None, "a runtime has an engine: no client waits for a build"
+    assert _progress({"r1": due(3), "r2": FAILED, "r3": COLD}, 4000) is not None
     assert _progress({"r1": due(3), "r2": being_read}, 40) == Progress(done_bytes=10, total_bytes=40, eta_s=3)

@@ -125,14 +125,3 @@ async def test_who_only_asks_for_the_lead_is_not_taken_for_the_leader(plane: Pla
     assert await plane.bus.keep_lead("scheduler", late, last - 1) is None
     await asyncio.sleep(0.2)
     assert plane.fleet.leader == leader
-
-
-async def test_the_time_until_a_model_is_built_is_that_of_the_runtime_that_builds_it_first(plane: Plane) -> None:
-    assert plane.fleet.build_eta_s("m") is None
-    for runtime, state in (
-        ("r1", ModelState(residency=Residency.COLD, build_place=9, build_eta_s=30.5)),
-        ("r2", ModelState(residency=Residency.LOADING, build_place=1, build_eta_s=4.5)),
-        ("r3", ModelState(residency=Residency.COLD, build_place=1)),  # nothing was built there yet
-    ):
-        await plane.report({"m": state}, runtime)
-    assert plane.fleet.build_eta_s("m") == 4.5
