@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.core.device.request import RequestId
-from runtime.core.engine import Engine, Output
+from runtime.core.engine import Engine, Output, WeightSource
 from store.contract.wire import Departure, EngineSpec
 
 if TYPE_CHECKING:
     from runtime.engine.vllm import VllmEngine
+    from runtime.memory.native import DevicePool
+
+JUNK = 0x41  # every byte of pages that nothing holds
 
 
 def spec(path: Path, max_model_len: int = 512, key: str | None = None) -> EngineSpec:
@@ -108,6 +111,91 @@ def parked_about(
             asleep(engine)
             away()
             awake(engine, engine.held().kv_wanted)
+
+
+def scribble(device: DevicePool) -> None:
+    """Overwrite every free page of the device: blocks that are not brought back from the host change answers."""
+    device.settle(30)
+    size = device.stats().pages_free * device.page_bytes
+    reservation = device.reserve(size)
+    reservation.map(0, size, 30)
+    reservation.view(0, size)[:] = bytes([JUNK]) * size
+    reservation.unmap(0, size)
+    reservation.release()
+    device.settle(30)
+
+
+class TwoRuntimes:
+    """Engines over two pools and one host cache, as in two runtimes of a host."""
+
+    def __init__(self, pool_bytes: int, host_bytes: int) -> None:
+        from runtime.engine.builder import Builder
+
+        self.builds = [Builder(pool_bytes, host_bytes, async_scheduling=True)]
+        self.builds.append(Builder(pool_bytes, host_bytes, self.builds[0].images.fd, async_scheduling=True))
+        self.engines: dict[tuple[str, int], VllmEngine] = {}
+
+    def engine(self, asked: EngineSpec, runtime: int = 0, **settings: object) -> VllmEngine:
+        """Return the engine of a spec at a runtime. The first of both is built from files, the second from the image.
+
+        Args:
+            asked: the spec; its key names the engine.
+            runtime: 0 or 1.
+            settings: settings of vLLM's."""
+        key = asked.key
+        if (key, runtime) not in self.engines:
+            engine = self.engines[key, runtime] = self.builds[runtime].build(asked, **settings)
+            source = WeightSource.HOST if (key, 1 - runtime) in self.engines else WeightSource.FILES
+            assert engine.source is source, "the image does not fit the engine: each build would read the files"
+        return self.engines[key, runtime]
+
+    def forget(self, key: str) -> None:
+        """Close the engines of a spec."""
+        for runtime in (0, 1):
+            if engine := self.engines.pop((key, runtime), None):
+                engine.close()
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+        for build in reversed(self.builds):
+            assert build.pages_used() == 0
+            build.close()
+
+
+def moved(source: VllmEngine, target: VllmEngine, asked: bytes, most: int, longest: int) -> list[int]:
+    """Ask the source, move the request to the target in mid-answer, and let the target end the answer.
+
+    Full blocks go ahead of the request, as in a migration while the request runs.
+
+    Args:
+        source: an engine that is awake.
+        target: an engine of the same spec at another runtime, awake too.
+        asked: the payload of the request.
+        most: tokens of the answer.
+        longest: tokens of the prompt and of the answer together.
+
+    Returns: the tokens that both engines made, in order."""
+    assert source.kv_form == target.kv_form
+    id, made, staged = RequestId("moving"), list[Output](), list[int]()
+    source.add(id, asked)
+    while len(made) < most // 2:
+        made += source.step()
+        source.grow(max(0, source.held().kv_wanted - source.held().kv))
+        if made and (more := source.copy(id, len(staged))):
+            staged += more
+    assert target.prepare(id, asked, longest)
+    until(lambda: source.copied(id))
+    assert target.copy(id, 0, staged) is not None
+    departure = departed(source, id)
+    assert departure.host[: len(staged)] == staged and departure.made == tokens(made)
+    assert target.copy(id, len(staged), departure.host[len(staged) :]) is not None
+    target.commit(id, departure)
+    until(lambda: target.copied(id))
+    source.abort([id])
+    while target.busy():
+        made += target.step()
+    return tokens(made)
 
 
 def departed(source: VllmEngine, id: RequestId) -> Departure:

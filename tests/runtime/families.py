@@ -233,6 +233,54 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by architecture: transfor
     "HyperCLOVAXForCausalLM": ("hyperclovax", {}),
     "Jais2ForCausalLM": ("jais2", {}),
     "VaultGemmaForCausalLM": ("vaultgemma", {}),
+    "ApertusForCausalLM": ("apertus", {}),
+    "ArceeForCausalLM": ("arcee", {}),
+    "BloomForCausalLM": ("bloom", {}),
+    "Cohere2ForCausalLM": ("cohere2", {}),
+    "CohereForCausalLM": ("cohere", {}),
+    "Ernie4_5ForCausalLM": ("ernie4_5", {}),
+    "Exaone4ForCausalLM": ("exaone4", {}),
+    "FalconForCausalLM": ("falcon", {}),
+    "GPT2LMHeadModel": ("gpt2", {}),
+    "GPTBigCodeForCausalLM": ("gpt_bigcode", {}),
+    "GPTJForCausalLM": ("gptj", {}),
+    "Gemma2ForCausalLM": ("gemma2", {}),
+    "Gemma3nForCausalLM": (
+        "gemma3n_text",
+        {
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "activation_sparsity_pattern": [0.0] * 4,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 64,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "laurel_rank": 16,
+        },
+    ),
+    "GemmaForCausalLM": ("gemma", {}),
+    "Glm4ForCausalLM": ("glm4", {}),
+    "GlmForCausalLM": ("glm", {}),
+    "GraniteForCausalLM": ("granite", {}),
+    "GraniteMoeForCausalLM": ("granitemoe", {}),
+    "HunYuanDenseV1ForCausalLM": ("hunyuan_v1_dense", {}),
+    "LlamaForCausalLM": ("llama", {}),
+    "MiniCPM3ForCausalLM": ("minicpm3", {}),
+    "MistralForCausalLM": ("mistral", {}),
+    "NemotronForCausalLM": ("nemotron", {}),
+    "OPTForCausalLM": ("opt", {"ffn_dim": 256, "word_embed_proj_dim": 128, "init_std": SPREAD}),
+    "Olmo2ForCausalLM": ("olmo2", {}),
+    "Olmo3ForCausalLM": ("olmo3", {}),
+    "OlmoForCausalLM": ("olmo", {}),
+    "OlmoeForCausalLM": ("olmoe", {}),
+    "Phi3ForCausalLM": ("phi3", {}),
+    "PhiForCausalLM": ("phi", {}),
+    "PhiMoEForCausalLM": ("phimoe", {}),
+    "Qwen2ForCausalLM": ("qwen2", {}),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", {}),
+    "Qwen3ForCausalLM": ("qwen3", {}),
+    "SeedOssForCausalLM": ("seed_oss", {}),
+    "SmolLM3ForCausalLM": ("smollm3", {}),
+    "StableLmForCausalLM": ("stablelm", {}),
+    "Starcoder2ForCausalLM": ("starcoder2", {}),
 }
 # By architecture: the name and weight of a published model's tensor, from the tensor as transformers writes it.
 PUBLISHED: dict[str, Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]] = {
@@ -254,6 +302,7 @@ CLASSES = {  # transformers' classes of other names than the architecture
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "LightOnOCRForConditionalGeneration": "LightOnOcrForConditionalGeneration",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
     "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
 }
 # Beginnings of architectures whose kernels for CPUs take 16 bits alone, or answer otherwise in a batch than alone.
@@ -295,7 +344,7 @@ def _small(config: type[Any], sizes: dict[str, Any], more: dict[str, Any]) -> di
     """Arguments for a class of configs: the sizes that the config has, for parts of the config too, and `more`."""
     default = config()
     default.allow_global_per_layer_attribute_access = True  # sizes of the layers of a Gemma 4 may differ
-    given = {name: size for name, size in sizes.items() if hasattr(default, name)}
+    given = {name: size for name, size in sizes.items() if hasattr(default, name) and not _computed(config, name)}
     for name, part in config.sub_configs.items():
         if getattr(default, name, None) is not None or name in more:
             part = type(getattr(default, name, None) or part())
@@ -303,3 +352,8 @@ def _small(config: type[Any], sizes: dict[str, Any], more: dict[str, Any]) -> di
             small = _small(part, TOWER if tower else LANGUAGE, more.get(name, {}))
             given[name] = small | {"model_type": part.model_type}
     return given | {name: value for name, value in more.items() if name not in config.sub_configs}
+
+
+def _computed(config: type[Any], name: str) -> bool:
+    """Whether a class of configs computes a size from other sizes."""
+    return isinstance(found := getattr(config, name, None), property) and found.fset is None

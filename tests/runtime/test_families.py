@@ -1,32 +1,36 @@
-"""A model of a served architecture that inspection accepts is built, and says what bare vLLM says, parked or not.
+"""A model of a served architecture that inspection accepts is built, and says what bare vLLM says, wherever it goes.
 
-Models that see or hear are served as text here, without the parts that see or hear. While the requests are away, every
-free page of the device is overwritten: a block that was not brought back changes the answer.
+Each model is parked in mid-answer beside a model of another architecture, sleeps, is built from its image, and its
+requests go on at a second runtime after a move and after a death. While a model is away, every free page of the device
+is overwritten: a block that was not brought back changes the answer. Models that see or hear are served as text here,
+without the parts that see or hear.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from runtime.core.engine import WeightSource
-from store.contract.wire import EngineSpec
+from runtime.core.device.request import RequestId
+from runtime.engine.vllm import VllmEngine
 from store.files.architectures import TABLE, Known, Support
 from store.files.artefact import inspect
 from tests.runtime.bare import Tokens, ask_bare_vllm
-from tests.runtime.engine.test_hybrids import MOST, PARKED_EVERY, PROMPTS, answers
-from tests.runtime.engines import asleep, awake, spec
+from tests.runtime.engine.test_hybrids import MOST, PARKED_EVERY, PROMPTS, answers, question
+from tests.runtime.engines import TwoRuntimes, asleep, awake, moved, scribble, spec
 from tests.runtime.families import FAMILIES, dtype, write_family
 from tests.runtime.seeing import write_seeing
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
-POOL_BYTES, HOST_BYTES = 256 << 20, 1024 << 20
+POOL_BYTES, HOST_BYTES = 128 << 20, 2048 << 20
 AT_ONCE = 12  # models that a process of bare vLLM answers for
-QUICK = ("Qwen3_5ForConditionalGeneration", "LlavaForConditionalGeneration")
-SETTINGS = {"max_num_batched_tokens": 128, "max_num_seqs": 8}
+QUICK = ("Qwen3_5ForConditionalGeneration", "LlavaForConditionalGeneration", "FalconForCausalLM")
+NEIGHBOUR, STEPS = "Olmo2ForCausalLM", 4  # the architecture beside the others, and its steps at a time
+SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 128, "max_num_seqs": 8}
 architectures = pytest.mark.parametrize(
     "architecture", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in FAMILIES]
 )
@@ -36,13 +40,16 @@ def as_text(architecture: str) -> bool:
     return TABLE[architecture].support is not Support.SERVED
 
 
-class Built:
-    """A builder, folders of models, and answers of bare vLLM."""
+def rounded(architecture: str) -> bool:
+    """Whether an architecture is served in 16 bits: rounding then makes answers depend on the batch."""
+    return dtype(architecture) == "bfloat16"
+
+
+class Families(TwoRuntimes):
+    """Two runtimes, with folders of models and the answers of bare vLLM."""
 
     def __init__(self, folder: Path, architectures: Sequence[str]) -> None:
-        from runtime.engine.builder import Builder
-
-        self.build = Builder(POOL_BYTES, HOST_BYTES, async_scheduling=True)
+        super().__init__(POOL_BYTES, HOST_BYTES)
         self.folders = {name: write_family(folder / name, name) for name in architectures}
         more = {name: SETTINGS | {"language_model_only": as_text(name)} for name in architectures}
         dtypes = {name: dtype(name) for name in architectures}
@@ -51,51 +58,91 @@ class Built:
             folders = {name: self.folders[name] for name in architectures[first : first + AT_ONCE]}
             self.said |= ask_bare_vllm(folders, dtypes, PROMPTS, MOST, more)
 
-    def spec(self, architecture: str) -> EngineSpec:
+    def of(self, architecture: str, runtime: int = 0) -> VllmEngine:
         plain = spec(self.folders[architecture])
-        return msgspec.structs.replace(
+        asked = msgspec.structs.replace(
             plain, dtype=dtype(architecture), architecture=architecture, language_model_only=as_text(architecture)
         )
+        return self.engine(asked, runtime, **SETTINGS)
+
+
+class Neighbour:
+    """A model that answers while another model is parked."""
+
+    def __init__(self, engine: VllmEngine, said: list[int]) -> None:
+        self._engine, self._said, self.ended = engine, said, 0
+        self._made: list[int] = []
+
+    def step(self) -> None:
+        """Take a few steps of an answer, which is asked for again after its end, and overwrite what is free."""
+        awake(self._engine, max(8, self._engine.held().kv_wanted))
+        if not self._engine.busy():
+            self._made = []
+            self._engine.add(RequestId("neighbour"), question(1))
+        for _ in range(STEPS):
+            self._made += [token for output in self._engine.step() for token in output.tokens]
+        if not self._engine.busy():
+            assert self._made == self._said, "the neighbour says otherwise"
+            self.ended += 1
+        asleep(self._engine)
+        scribble(self._engine.kv.reservation.device)
+
+    def finish(self) -> None:
+        """Step to the end of an answer."""
+        while self._engine.busy() or not self.ended:
+            self.step()
 
 
 @pytest.fixture(scope="module")
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+def families(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Families]:
     asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    names = [name for name in FAMILIES if any(params.get("architecture") == name for params in asked)]
-    built = Built(tmp_path_factory.mktemp("families"), names)
-    yield built
-    built.build.close()
+    chosen = {NEIGHBOUR, *(params["architecture"] for params in asked if "architecture" in params)}
+    families = Families(tmp_path_factory.mktemp("families"), [name for name in FAMILIES if name in chosen])
+    yield families
+    families.close()
 
 
 @architectures
-def test_what_inspection_accepts_is_built_and_says_what_bare_vllm_says(built: Built, architecture: str) -> None:
-    assert inspect(built.folders[architecture], Known(frozenset(TABLE))).architecture == architecture
+def test_what_inspection_accepts_says_what_bare_vllm_says_wherever_it_goes(
+    families: Families, architecture: str
+) -> None:
+    assert inspect(families.folders[architecture], Known(frozenset(TABLE))).architecture == architecture
     assert TABLE[architecture].text_measured if as_text(architecture) else TABLE[architecture].measured
-    engine = built.build.build(built.spec(architecture), **SETTINGS)
-    try:
-        awake(engine, 8)
-        assert engine.check() is None
-        for numbers in [[number] for number in range(len(PROMPTS))]:
-            expected = [built.said[architecture][number] for number in numbers]
-            assert answers(engine, numbers) == expected
-            assert answers(engine, numbers, PARKED_EVERY) == expected, "parked in mid-answer"
+    said, beside = families.said[architecture], families.of(NEIGHBOUR, runtime=architecture == NEIGHBOUR)
+    assert all(len(set(one)) > 5 for one in said), "an answer that repeats itself proves nothing"
+    engine, neighbour = families.of(architecture), Neighbour(beside, families.said[NEIGHBOUR][1])
+    numbers = list(range(len(PROMPTS)))
+    batches = [[number] for number in numbers] if rounded(architecture) else [numbers]
+    awake(engine, 8)
+    assert engine.check() is None
+    for batch in batches:
+        expected = [said[number] for number in batch]
+        assert answers(engine, batch) == expected
+        assert answers(engine, batch, PARKED_EVERY, away=neighbour.step) == expected, "parked in mid-answer"
         asleep(engine)
-        assert engine._scheduler.recomputed == 0 and built.build.pages_used() == 0
-    finally:
-        engine.close()
-    again = built.build.build(built.spec(architecture), **SETTINGS)
-    assert again.source is WeightSource.HOST, "the image does not fit the engine: the files would be read at each build"
-    again.close()
-    assert all(len(set(said)) > 5 for said in built.said[architecture]), "an answer that repeats itself proves nothing"
+        scribble(engine.kv.reservation.device)
+        awake(engine, 8)
+        assert answers(engine, batch) == expected, "after sleep"
+    neighbour.finish()
+    again = awake(families.of(architecture, runtime=1), 8)
+    assert answers(again, batches[0], PARKED_EVERY) == [said[number] for number in batches[0]], "built from the image"
+    assert moved(engine, again, question(3), MOST, len(PROMPTS[3]) + MOST) == said[3], "moved in mid-answer"
+    if not rounded(architecture):  # tokens that a dead runtime made are computed again, many at a time
+        assert said[2][: MOST // 2] + answers(again, [2], made=said[2][: MOST // 2])[0] == said[2], "after a death"
+    for each in (engine, again):
+        asleep(each)
+        assert each._scheduler.recomputed == 0
+    families.forget(families.folders[architecture].name)
+    assert [build.pages_used() for build in families.builds] == [0, 0]
 
 
-def test_a_language_model_alone_takes_less_memory_by_what_sees(built: Built, tmp_path: Path) -> None:
+def test_a_language_model_alone_takes_less_memory_by_what_sees(families: Families, tmp_path: Path) -> None:
     folder = write_seeing(tmp_path, "qwen2_5_vl")
     towers = sum(file.tower_bytes for file in inspect(folder, Known(frozenset(TABLE))).files)
-    sizes, images = [], built.build.images.stats().images
+    sizes, images = [], families.builds[0].images.stats().images
     for alone in (False, True):
-        engine = built.build.build(msgspec.structs.replace(spec(folder), language_model_only=alone))
+        engine = families.builds[0].build(msgspec.structs.replace(spec(folder), language_model_only=alone))
         sizes.append(engine.weights.size)
         engine.close()
     assert 0 < towers <= sizes[0] - sizes[1], "packed for a kernel, a weight may take more than in the file"
-    assert built.build.images.stats().images == images + 2, "neither image is taken for the other"
+    assert families.builds[0].images.stats().images == images + 2, "neither image is taken for the other"

@@ -19,12 +19,10 @@ import pytest
 import torch
 
 from runtime.core.device.request import RequestId
-from runtime.core.engine import Output, WeightSource
 from runtime.engine.vllm import VllmEngine
-from store.contract.wire import EngineSpec
 from tests.conftest import ROOT
 from tests.runtime.bare import WITHOUT_AMX, Tokens, ask_bare_vllm
-from tests.runtime.engines import asleep, awake, parked_about, payload, spec, tokens, until
+from tests.runtime.engines import TwoRuntimes, asleep, awake, moved, parked_about, payload, spec
 from tests.runtime.forms import FORMS, INT8, write_form
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
@@ -46,36 +44,19 @@ forms = pytest.mark.parametrize(
 )
 
 
-class Pair:
-    """Two engines of each form over two pools and one host cache, as in two runtimes of a host."""
+class Pair(TwoRuntimes):
+    """Two runtimes, with the folders of the forms and the answers of bare vLLM."""
 
     def __init__(self, folder: Path) -> None:
-        from runtime.engine.builder import Builder
         from runtime.engine.selfcheck import self_check
 
-        self.builds = [Builder(POOL_BYTES, HOST_BYTES, async_scheduling=True)]
-        self.builds.append(Builder(POOL_BYTES, HOST_BYTES, self.builds[0].images.fd, async_scheduling=True))
+        super().__init__(POOL_BYTES, HOST_BYTES)
         self_check(self.builds[0])  # the process begins with a dense model, as in a runtime
         self.folders = {form: write_form(folder / form, form, seed=1) for form in SERVED}
         self.said: Tokens = ask_bare_vllm(self.folders, {form: dtype(form) for form in SERVED}, PROMPTS, MOST)
-        self.engines: dict[tuple[str, int], VllmEngine] = {}
 
-    def engine(self, form: str, runtime: int = 0) -> VllmEngine:
-        """The engine of a form at runtime 0, built from the files, or at runtime 1, built from the image."""
-        if (form, runtime) not in self.engines:
-            engine = self.engines[form, runtime] = self.builds[runtime].build(self.spec(form))
-            assert engine.source is (WeightSource.HOST if (form, 1 - runtime) in self.engines else WeightSource.FILES)
-        return self.engines[form, runtime]
-
-    def spec(self, form: str) -> EngineSpec:
-        return msgspec.structs.replace(spec(self.folders[form]), dtype=dtype(form))
-
-    def close(self) -> None:
-        for engine in self.engines.values():
-            engine.close()
-        for build in reversed(self.builds):
-            assert build.pages_used() == 0
-            build.close()
+    def of(self, form: str, runtime: int = 0) -> VllmEngine:
+        return self.engine(msgspec.structs.replace(spec(self.folders[form]), dtype=dtype(form)), runtime)
 
 
 def dtype(form: str) -> str:
@@ -117,7 +98,7 @@ def up(*engines: VllmEngine) -> Iterator[None]:
 
 @forms
 def test_a_form_says_what_bare_vllm_says_parked_and_after_sleep(pair: Pair, form: str) -> None:
-    engine = pair.engine(form)
+    engine = pair.of(form)
     with up(engine):
         assert engine.check() is None
         assert answers(engine) == pair.said[form]
@@ -130,8 +111,8 @@ def test_a_form_says_what_bare_vllm_says_parked_and_after_sleep(pair: Pair, form
 
 @forms
 def test_a_form_built_from_the_image_says_what_bare_vllm_says(pair: Pair, form: str) -> None:
-    pair.engine(form)
-    again = pair.engine(form, runtime=1)
+    pair.of(form)
+    again = pair.of(form, runtime=1)
     with up(again):
         assert again.check() is None
         assert answers(again, PARKED_EVERY) == pair.said[form]
@@ -139,23 +120,18 @@ def test_a_form_built_from_the_image_says_what_bare_vllm_says(pair: Pair, form: 
 
 @forms
 def test_a_form_goes_on_at_another_runtime_as_on_bare_vllm(pair: Pair, form: str) -> None:
-    source, target = pair.engine(form), pair.engine(form, runtime=1)
+    source, target = pair.of(form), pair.of(form, runtime=1)
     with up(source, target):
-        id, made = RequestId("moving"), list[Output]()
-        source.add(id, question(3))
-        while len(made) < MOST // 2:
-            made += source.step()
-        assert target.prepare(id, question(3), len(PROMPTS[3]) + MOST)
-        while (departure := source.commit(id)) is None:
-            pass
-        assert target.copy(id, 0, departure.host) is not None
-        target.commit(id, departure)
-        until(lambda: target.copied(id))
-        source.abort([id])
-        assert tokens(made) == departure.made
-        while target.busy():
-            made += target.step()
-        assert tokens(made) == pair.said[form][3]
+        assert moved(source, target, question(3), MOST, len(PROMPTS[3]) + MOST) == pair.said[form][3]
+
+
+@forms
+def test_a_request_of_a_dead_runtime_goes_on_as_on_bare_vllm(pair: Pair, form: str) -> None:
+    engine, said = pair.of(form), pair.said[form][3]
+    with up(engine):
+        engine.add(RequestId("begun"), question(3), said[: MOST // 2])
+        made = [token for _ in iter(engine.busy, False) for output in engine.step() for token in output.tokens]
+    assert said[: MOST // 2] + made == said
 
 
 @pytest.mark.long

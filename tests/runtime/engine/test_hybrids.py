@@ -7,7 +7,7 @@ device is overwritten: a block that was not brought back changes the answer.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,19 +17,17 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 
 from runtime.core.device.request import RequestId
-from runtime.core.engine import EngineError, Output, WeightSource
+from runtime.core.engine import EngineError
 from runtime.engine import groups
 from runtime.engine.vllm import VllmEngine
 from runtime.engine.worker import PooledWorker
-from runtime.memory.native import DevicePool
 from tests.runtime.bare import Tokens, ask_bare_vllm
-from tests.runtime.engines import asleep, awake, parked_about, payload, spec, tokens, until
+from tests.runtime.engines import TwoRuntimes, asleep, awake, moved, parked_about, payload, scribble, spec
 from tests.runtime.hybrids import HYBRIDS, ROUNDED, dtype, settings, write_hybrid
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
 POOL_BYTES, HOST_BYTES = 48 << 20, 512 << 20
 MOST, PARKED_EVERY = 40, 4  # tokens of an answer; steps
-JUNK = 0x41  # every byte of pages that a parked request left
 WORDS = random.Random(3)
 PROMPTS = [[WORDS.randrange(3, 500) for _ in range(length)] for length in (5, 70, 200, 333)]
 QUICK = (
@@ -52,32 +50,19 @@ def marked(names: Iterable[str]) -> pytest.MarkDecorator:
 models = marked(HYBRIDS)
 
 
-class Hybrids:
-    """Engines of each model over two pools and one host cache, as in two runtimes of a host."""
+class Hybrids(TwoRuntimes):
+    """Two runtimes, with the folders of the models and the answers of bare vLLM."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        from runtime.engine.builder import Builder
-
-        self.builds = [Builder(POOL_BYTES, HOST_BYTES, async_scheduling=True)]
-        self.builds.append(Builder(POOL_BYTES, HOST_BYTES, self.builds[0].images.fd, async_scheduling=True))
+        super().__init__(POOL_BYTES, HOST_BYTES)
         self.folders = {name: write_hybrid(folder / name, name) for name in names}
         more = {name: settings(name) for name in names}
         self.said: Tokens = ask_bare_vllm(self.folders, {name: dtype(name) for name in names}, PROMPTS, MOST, more)
-        self.engines: dict[tuple[str, int], VllmEngine] = {}
 
-    def engine(self, name: str, runtime: int = 0) -> VllmEngine:
-        if (name, runtime) not in self.engines:
-            asked = msgspec.structs.replace(spec(self.folders[name]), dtype=dtype(name))
-            engine = self.engines[name, runtime] = self.builds[runtime].build(asked, **settings(name))
-            assert engine.source is (WeightSource.HOST if (name, 1 - runtime) in self.engines else WeightSource.FILES)
-        return self.engines[name, runtime]
-
-    def close(self) -> None:
-        for engine in self.engines.values():
-            engine.close()
-        for build in reversed(self.builds):
-            assert build.pages_used() == 0
-            build.close()
+    def of(self, name: str, runtime: int = 0) -> VllmEngine:
+        return self.engine(
+            msgspec.structs.replace(spec(self.folders[name]), dtype=dtype(name)), runtime, **settings(name)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -89,35 +74,36 @@ def hybrids(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     hybrids.close()
 
 
-def scribble(device: DevicePool) -> None:
-    """Overwrite every free page of the device."""
-    device.settle(30)
-    size = device.stats().pages_free * device.page_bytes
-    reservation = device.reserve(size)
-    reservation.map(0, size, 30)
-    reservation.view(0, size)[:] = bytes([JUNK]) * size
-    reservation.unmap(0, size)
-    reservation.release()
-    device.settle(30)
-
-
 def question(number: int) -> bytes:
     return payload(PROMPTS[number], f"salt {number}", temperature=0, max_tokens=MOST, ignore_eos=True)
 
 
-def answers(engine: VllmEngine, numbers: list[int], parked_every: int = 0, cached: bool = False) -> list[list[int]]:
-    """Tokens for the prompts `numbers` in one batch.
+def answers(
+    engine: VllmEngine,
+    numbers: list[int],
+    parked_every: int = 0,
+    cached: bool = False,
+    away: Callable[[], object] | None = None,
+    made: Sequence[int] = (),
+) -> list[list[int]]:
+    """Ask prompts in one batch.
 
     Args:
+        engine: an engine that is awake.
+        numbers: indices of PROMPTS.
         parked_every: steps after which the engine is parked; 0: never.
-        cached: whether blocks of the same prompts may be used that are left from before."""
-    made: dict[str, list[int]] = {str(number): [] for number in numbers}
+        cached: whether blocks of the same prompts may be used that are left from before.
+        away: called each time while the engine is parked; the default overwrites every free page of the device.
+        made: tokens of each answer that another runtime has made before.
+
+    Returns: the tokens that the engine made, for each prompt."""
+    said: dict[str, list[int]] = {str(number): [] for number in numbers}
     if not cached:
         engine._scheduler.reset_prefix_cache()
     for number in numbers:
-        engine.add(RequestId(str(number)), question(number))
-    parked_about(engine, made, parked_every, lambda: scribble(engine.kv.reservation.device))
-    return list(made.values())
+        engine.add(RequestId(str(number)), question(number), made)
+    parked_about(engine, said, parked_every, away or (lambda: scribble(engine.kv.reservation.device)))
+    return list(said.values())
 
 
 def batches(name: str) -> list[list[int]]:
@@ -128,7 +114,7 @@ def batches(name: str) -> list[list[int]]:
 
 @models
 def test_a_model_says_what_bare_vllm_says_however_often_it_is_parked(hybrids: Hybrids, name: str) -> None:
-    engine = hybrids.engine(name)
+    engine = hybrids.of(name)
     awake(engine, 8)
     assert engine.check() is None
     for numbers in batches(name):
@@ -146,7 +132,7 @@ def test_a_model_says_what_bare_vllm_says_however_often_it_is_parked(hybrids: Hy
 @pytest.mark.parametrize("name", [*QUICK, "mamba2"])
 def test_a_request_that_is_parked_at_every_step_says_the_same_a_hundred_times(hybrids: Hybrids, name: str) -> None:
     """Parked in the middle of prompts, too. Every second time the prompt's blocks are cached from the time before."""
-    engine = hybrids.engine(name)
+    engine = hybrids.of(name)
     awake(engine, 8)
     for run in range(100):
         number, cached = run // 2 % len(PROMPTS), run % 2 == 1
@@ -157,41 +143,19 @@ def test_a_request_that_is_parked_at_every_step_says_the_same_a_hundred_times(hy
 
 @models
 def test_a_request_goes_on_at_another_runtime(hybrids: Hybrids, name: str) -> None:
-    source, target = hybrids.engine(name), hybrids.engine(name, runtime=1)
+    source, target = hybrids.of(name), hybrids.of(name, runtime=1)
     awake(source, 8)
     awake(target, 8)
-    assert source.kv_form == target.kv_form
-    id, made, staged = RequestId("moving"), list[Output](), list[int]()
-    source.add(id, question(3))
-    while len(made) < MOST // 2:
-        made += source.step()
-        source.grow(max(0, source.held().kv_wanted - source.held().kv))
-        if made and (more := source.copy(id, len(staged))):
-            staged += more
-    assert target.prepare(id, question(3), len(PROMPTS[3]) + MOST)
-    until(lambda: source.copied(id))
-    assert target.copy(id, 0, staged) is not None
-    while (departure := source.commit(id)) is None:
-        pass
-    assert departure.host[: len(staged)] == staged
-    assert target.copy(id, len(staged), departure.host[len(staged) :]) is not None
-    target.commit(id, departure)
-    until(lambda: target.copied(id))
-    source.abort([id])
-    while target.busy():
-        made += target.step()
-    assert tokens(made) == hybrids.said[name][3]
+    assert moved(source, target, question(3), MOST, len(PROMPTS[3]) + MOST) == hybrids.said[name][3]
     asleep(source)
     asleep(target)
 
 
 @marked(name for name in HYBRIDS if name not in ROUNDED)
 def test_a_request_of_a_dead_runtime_goes_on(hybrids: Hybrids, name: str) -> None:
-    engine, said = hybrids.engine(name), hybrids.said[name][2]
+    engine, said = hybrids.of(name), hybrids.said[name][2]
     awake(engine, 8)
-    engine._scheduler.reset_prefix_cache()
-    engine.add(RequestId("begun"), question(2), said[: MOST // 2])
-    made = [token for _ in iter(engine.busy, False) for output in engine.step() for token in output.tokens]
+    made = answers(engine, [2], made=said[: MOST // 2])[0]
     asleep(engine)
     assert said[: MOST // 2] + made == said
 
