@@ -593,4 +593,6 @@ def first_line(error: Exception) -> str:
     if isinstance(error, ValidationError):
         return str(error.errors()[0]["msg"])[:500]
     text = str(error).strip().splitlines()
+    if text and "'_OpNamespace'" in text[0]:  # torch's words for an operator that vLLM was built without
+        return f"vLLM has no {text[0].split(chr(39))[-2]} for this processor or GPU: the weights need another machine"
     return text[0][:500] if text else type(error).__name__

@@ -150,7 +150,7 @@ def main() -> None:
         asked = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
         alone = [llm.generate([one], sampling, use_tqdm=False)[0] for one in asked]
         said[name] = [list(output.outputs[0].token_ids) for output in alone]
-        if settings and dtype == "bfloat16":
+        if settings and dtype != "float32":
             continue
         llm.reset_prefix_cache()
         together = llm.generate(asked, sampling, use_tqdm=False)

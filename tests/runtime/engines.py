@@ -134,6 +134,7 @@ class TwoRuntimes:
         self.builds = [Builder(pool_bytes, host_bytes, async_scheduling=True)]
         self.builds.append(Builder(pool_bytes, host_bytes, self.builds[0].images.fd, async_scheduling=True))
         self.engines: dict[tuple[str, int], VllmEngine] = {}
+        self._imaged: set[str] = set()  # keys of specs that were built once
 
     def engine(self, asked: EngineSpec, runtime: int = 0, **settings: object) -> VllmEngine:
         """Return the engine of a spec at a runtime. The first of both is built from files, the second from the image.
@@ -145,8 +146,9 @@ class TwoRuntimes:
         key = asked.key
         if (key, runtime) not in self.engines:
             engine = self.engines[key, runtime] = self.builds[runtime].build(asked, **settings)
-            source = WeightSource.HOST if (key, 1 - runtime) in self.engines else WeightSource.FILES
+            source = WeightSource.HOST if key in self._imaged else WeightSource.FILES
             assert engine.source is source, "the image does not fit the engine: each build would read the files"
+            self._imaged.add(key)
         return self.engines[key, runtime]
 
     def forget(self, key: str) -> None:

@@ -1,7 +1,8 @@
 """Tiny models with random weights of many architectures: transformers' own default config of a family, made small.
 
-`write_family` writes the folder of an architecture of `FAMILIES`. Nothing but sizes is set, unless the family needs
-more, so a config has the fields, and the tensors have the names, with which transformers publishes the family.
+`write_family` writes the folder of a name of `FAMILIES`: an architecture, or an architecture in a further form. Nothing
+but sizes is set, unless the family needs more, so a config has the fields, and the tensors have the names, with which
+transformers publishes the family.
 """
 
 from __future__ import annotations
@@ -282,6 +283,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by architecture: transfor
     "StableLmForCausalLM": ("stablelm", {}),
     "Starcoder2ForCausalLM": ("starcoder2", {}),
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": CONTEXT // 4}
+STRETCHED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# Other ways in which an architecture is published: the name begins with the architecture.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaForCausalLM tied": ("llama", {"tie_word_embeddings": True}),
+    "LlamaForCausalLM yarn": ("llama", {"rope_parameters": YARN}),
+    "LlamaForCausalLM llama3": ("llama", {"rope_parameters": YARN | STRETCHED}),
+    "LlamaForCausalLM in parts": ("llama", {}),
+    "LlamaForCausalLM float16": ("llama", {}),
+    "LlamaForCausalLM bfloat16": ("llama", {}),
+    "FalconForCausalLM 40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "GraniteMoeHybridForCausalLM attention": (
+        "granitemoehybrid",
+        {"layer_types": ["attention"] * 4, "num_local_experts": 4, "position_embedding_type": "rope"},
+    ),
+}
+FAMILIES |= VARIANTS
+PARTS = {"LlamaForCausalLM in parts": "500KB"}  # largest file of weights
 # By architecture: the name and weight of a published model's tensor, from the tensor as transformers writes it.
 PUBLISHED: dict[str, Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]] = {
     "Qwen3VLMoeForConditionalGeneration": lambda name, weight: (
@@ -306,38 +325,46 @@ CLASSES = {  # transformers' classes of other names than the architecture
     "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
 }
 # Beginnings of architectures whose kernels for CPUs take 16 bits alone, or answer otherwise in a batch than alone.
-ROUNDED = ("Qwen3_5", "Glm4MoeLite", "Lfm2")
+ROUNDED = ("Qwen3_5", "Glm4MoeLite", "Lfm2", "LlamaForCausalLM bfloat16")
 
 
 SEEDS = {"Glm4MoeLiteForCausalLM": 4}  # with the common seed, two tokens are equally likely in 16 bits
 
 
-def write_family(folder: Path, architecture: str, seed: int = 3) -> Path:
-    """Write the model folder of an architecture of `FAMILIES`, with random weights. Returns the folder."""
-    kind, more = FAMILIES[architecture]
+def architecture_of(name: str) -> str:
+    """The architecture of a name of `FAMILIES`."""
+    return name.split()[0]
+
+
+def write_family(folder: Path, name: str, seed: int = 3) -> Path:
+    """Write the model folder of a name of `FAMILIES`, with random weights. Returns the folder."""
+    (kind, more), architecture = FAMILIES[name], architecture_of(name)
     config = CONFIG_MAPPING[kind](**_small(CONFIG_MAPPING[kind], LANGUAGE, more))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEEDS.get(architecture, seed))
         model = getattr(transformers, CLASSES.get(architecture, architecture))(config)
-        for name, weight in model.named_parameters():  # weights of zeros or ones alone would hide faults
-            if weight.ndim > 1 and (weight.std() == 0 or not weight.isfinite().all() or "experts" in name):
+        for key, weight in model.named_parameters():  # weights of zeros or ones alone would hide faults
+            if weight.ndim > 1 and (weight.std() == 0 or not weight.isfinite().all() or "experts" in key):
                 torch.nn.init.normal_(weight.data, std=SPREAD)
-            elif weight.ndim <= 1 and weight.numel() > 1 and "A_log" not in name and "dt_bias" not in name:
+            elif weight.ndim <= 1 and weight.numel() > 1 and "A_log" not in key and "dt_bias" not in key:
                 weight.data += torch.randn(weight.shape) * NOISE
             if "gemma" in kind:
-                _let_layers_speak(name, weight)
-    model.to(torch.float32).save_pretrained(folder)
+                _let_layers_speak(key, weight)
+    model.to(torch.float32).save_pretrained(folder, max_shard_size=PARTS.get(name, "1GB"))
     _configure(folder, architectures=[architecture])
     if architecture in PUBLISHED:
         weights = load_file(folder / "model.safetensors")
-        renamed = dict(PUBLISHED[architecture](name, weight) for name, weight in weights.items())
+        renamed = dict(PUBLISHED[architecture](key, weight) for key, weight in weights.items())
         save_file(renamed, folder / "model.safetensors", {"format": "pt"})
     _tokenizer(VOCABULARY, CONTEXT).save_pretrained(folder)
     return folder
 
 
-def dtype(architecture: str) -> str:
-    return "bfloat16" if architecture.startswith(ROUNDED) else "float32"
+def dtype(name: str) -> str:
+    """vLLM's dtype for a name of `FAMILIES`."""
+    if name.endswith(" float16"):
+        return "float16"
+    return "bfloat16" if name.startswith(ROUNDED) else "float32"
 
 
 def _small(config: type[Any], sizes: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

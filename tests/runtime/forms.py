@@ -1,4 +1,4 @@
-"""Tiny models with random weights of the forms in which models are published: mixtures of experts, and int8 weights.
+"""Tiny models with random weights, in forms in which models are published: mixtures, int8 and 4-bit weights.
 
 A form is an architecture with a way to store the weights, as declared by a model's folder. `write_form` writes the
 folder.
@@ -60,7 +60,26 @@ MIXTURES: dict[str, dict[str, Any]] = {
 INT8: dict[str, dict[str, Any]] = {  # compressed-tensors' ways to make activations int8
     "w8a8_symmetric": {"symmetric": True, "dynamic": True},
     "w8a8_asymmetric": {"symmetric": False, "dynamic": True},
+    "w8a8_static": {"symmetric": True, "dynamic": False, "strategy": "tensor"},
 }
+INT8_INPUTS = 8.0  # largest activation
+INT4: dict[str, dict[str, Any]] = {  # ways to store 4-bit weights, as config.json declares each
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False},
+    "w4a16": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+            }
+        },
+        "ignore": ["lm_head"],
+    },
+}
+INT4_GROUP, INT4_SPREAD = 32, 4.6  # weights that share a scale; spread of random numbers from 0 to 15
 FP4_EXPONENT = 123  # exponent of a block's scale, biased by 127: random 4-bit values then spread by about SPREAD
 FP4_BLOCK = 32  # weights that share a scale
 
@@ -112,6 +131,11 @@ def _write_mxfp4(folder: Path, form: str, seed: int) -> None:
     _configure(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": left}, dtype="bfloat16")
 
 
+def dtype(form: str) -> str:
+    """vLLM's dtype for a form: kernels of 4-bit weights take 16 bits alone."""
+    return "bfloat16" if form.endswith("mxfp4") or form in INT4 else "float32"
+
+
 def _half(weight: torch.Tensor) -> torch.Tensor:
     return weight.to(torch.bfloat16) if weight.is_floating_point() else weight
 
@@ -124,6 +148,8 @@ def _write_int8(folder: Path, form: str, seed: int) -> None:
         scales = weights[name].abs().amax(dim=1, keepdim=True) / 127
         weights[name] = (weights[name] / scales).round().to(torch.int8)
         weights[f"{name}_scale"] = scales
+        if not INT8[form]["dynamic"]:  # the scale of activations, which the maker of the model has measured
+            weights[f"{name.removesuffix('weight')}input_scale"] = torch.tensor([INT8_INPUTS / 127])
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     kept = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
     given = {"num_bits": 8, "type": "int", "strategy": "token", **INT8[form]}
@@ -136,6 +162,37 @@ def _write_int8(folder: Path, form: str, seed: int) -> None:
         "ignore": ["lm_head"],
     }
     _configure(folder, quantization_config=quantization)
+
+
+def _write_int4(folder: Path, form: str, seed: int) -> None:
+    """A Llama whose linear layers have random 4-bit weights, eight in an integer, and a scale for each group."""
+    write_random(folder, "llama", seed=seed, hidden=256)
+    weights = load_file(folder / "model.safetensors")
+    noise = torch.Generator().manual_seed(seed)
+
+    def packed(rows: int, columns: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, (rows, columns), generator=noise).to(torch.int32)
+
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        outputs, inputs = weights.pop(name).shape
+        groups, layer = inputs // INT4_GROUP, name.removesuffix(".weight")
+        spread = 0.5 + torch.rand(groups, outputs, generator=noise)
+        scales = (spread * SPREAD / INT4_SPREAD).to(torch.bfloat16)
+        if form == "w4a16":
+            weights[f"{layer}.weight_packed"] = packed(outputs, inputs // 8)
+            weights[f"{layer}.weight_scale"] = scales.t().contiguous()
+            weights[f"{layer}.weight_shape"] = torch.tensor([outputs, inputs])
+            continue
+        weights[f"{layer}.scales"] = scales
+        if form == "awq":
+            weights[f"{layer}.qweight"] = packed(inputs, outputs // 8)
+            weights[f"{layer}.qzeros"] = packed(groups, outputs // 8)
+        else:
+            weights[f"{layer}.qweight"] = packed(inputs // 8, outputs)
+            weights[f"{layer}.qzeros"] = torch.full((groups, outputs // 8), 0x77777777, dtype=torch.int32)
+            weights[f"{layer}.g_idx"] = torch.arange(inputs, dtype=torch.int32) // INT4_GROUP
+    save_file({name: _half(weight) for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    _configure(folder, quantization_config=INT4[form], dtype="bfloat16")
 
 
 def _write_neox_elsewhere(folder: Path, form: str, seed: int) -> None:
@@ -158,6 +215,7 @@ FORMS: dict[str, Callable[[Path, str, int], None]] = {
     **dict.fromkeys(MIXTURES, _write_mixture),
     "gpt_oss_mxfp4": _write_mxfp4,
     **dict.fromkeys(INT8, _write_int8),
+    **dict.fromkeys(INT4, _write_int4),
     "gpt_neox": _write_neox_elsewhere,
 }
 

@@ -1,9 +1,9 @@
-"""A model of a served architecture that inspection accepts is built, and says what bare vLLM says, wherever it goes.
+"""A model of a served architecture that inspection accepts is built, and says what bare vLLM says, wherever asked.
 
-Each model is parked in mid-answer beside a model of another architecture, sleeps, is built from its image, and its
-requests go on at a second runtime after a move and after a death. While a model is away, every free page of the device
-is overwritten: a block that was not brought back changes the answer. Models that see or hear are served as text here,
-without the parts that see or hear.
+Each model is parked in mid-answer beside a model of another architecture, put to sleep and built from the image.
+Requests go on at a second runtime after a move and after a death. While a model is parked, every free page of the device
+is overwritten: a block that was not brought back changes the answer. Models with parts that see or hear are served as
+text here, without these parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from store.files.artefact import inspect
 from tests.runtime.bare import Tokens, ask_bare_vllm
 from tests.runtime.engine.test_hybrids import MOST, PARKED_EVERY, PROMPTS, answers, question
 from tests.runtime.engines import TwoRuntimes, asleep, awake, moved, scribble, spec
-from tests.runtime.families import FAMILIES, dtype, write_family
+from tests.runtime.families import FAMILIES, architecture_of, dtype, write_family
 from tests.runtime.seeing import write_seeing
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
@@ -31,50 +31,59 @@ AT_ONCE = 12  # models that a process of bare vLLM answers for
 QUICK = ("Qwen3_5ForConditionalGeneration", "LlavaForConditionalGeneration", "FalconForCausalLM")
 NEIGHBOUR, STEPS = "Olmo2ForCausalLM", 4  # the architecture beside the others, and its steps at a time
 SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 128, "max_num_seqs": 8}
-architectures = pytest.mark.parametrize(
-    "architecture", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in FAMILIES]
+names = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in FAMILIES]
 )
 
 
-def as_text(architecture: str) -> bool:
-    return TABLE[architecture].support is not Support.SERVED
+def as_text(name: str) -> bool:
+    return TABLE[architecture_of(name)].support is not Support.SERVED
 
 
-def rounded(architecture: str) -> bool:
-    """Whether an architecture is served in 16 bits: rounding then makes answers depend on the batch."""
-    return dtype(architecture) == "bfloat16"
+def rounded(name: str) -> bool:
+    """Whether a model is served in 16 bits: rounding makes the answers of such a model depend on the batch."""
+    return dtype(name) != "float32"
 
 
 class Families(TwoRuntimes):
-    """Two runtimes, with folders of models and the answers of bare vLLM."""
+    """Two runtimes, with folders of models and the answers of bare vLLM, made for a few architectures at a time."""
 
-    def __init__(self, folder: Path, architectures: Sequence[str]) -> None:
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
         super().__init__(POOL_BYTES, HOST_BYTES)
-        self.folders = {name: write_family(folder / name, name) for name in architectures}
-        more = {name: SETTINGS | {"language_model_only": as_text(name)} for name in architectures}
-        dtypes = {name: dtype(name) for name in architectures}
-        self.said: Tokens = {}
-        for first in range(0, len(architectures), AT_ONCE):
-            folders = {name: self.folders[name] for name in architectures[first : first + AT_ONCE]}
-            self.said |= ask_bare_vllm(folders, dtypes, PROMPTS, MOST, more)
+        self._folder, self._names = folder, names
+        self.folders: dict[str, Path] = {}
+        self._said: Tokens = {}
 
-    def of(self, architecture: str, runtime: int = 0) -> VllmEngine:
-        plain = spec(self.folders[architecture])
+    def said(self, name: str) -> list[list[int]]:
+        """Return the tokens that bare vLLM makes for each of PROMPTS. The model's folder is there afterwards."""
+        if name not in self._said:
+            first = self._names.index(name) // AT_ONCE * AT_ONCE
+            names = self._names[first : first + AT_ONCE]
+            folders = {name: write_family(self._folder / name.replace(" ", "-"), name) for name in names}
+            more = {name: SETTINGS | {"language_model_only": as_text(name)} for name in names}
+            self._said |= ask_bare_vllm(folders, {name: dtype(name) for name in names}, PROMPTS, MOST, more)
+            self.folders |= folders
+        return self._said[name]
+
+    def of(self, name: str, runtime: int = 0) -> VllmEngine:
         asked = msgspec.structs.replace(
-            plain, dtype=dtype(architecture), architecture=architecture, language_model_only=as_text(architecture)
+            spec(self.folders[name]),
+            dtype=dtype(name),
+            architecture=architecture_of(name),
+            language_model_only=as_text(name),
         )
         return self.engine(asked, runtime, **SETTINGS)
 
 
 class Neighbour:
-    """A model that answers while another model is parked."""
+    """An engine that answers while an engine of another model is parked."""
 
     def __init__(self, engine: VllmEngine, said: list[int]) -> None:
         self._engine, self._said, self.ended = engine, said, 0
         self._made: list[int] = []
 
     def step(self) -> None:
-        """Take a few steps of an answer, which is asked for again after its end, and overwrite what is free."""
+        """Take a few steps of an answer, and overwrite every free page. After the end of an answer, ask again."""
         awake(self._engine, max(8, self._engine.held().kv_wanted))
         if not self._engine.busy():
             self._made = []
@@ -96,23 +105,22 @@ class Neighbour:
 @pytest.fixture(scope="module")
 def families(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Families]:
     asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    chosen = {NEIGHBOUR, *(params["architecture"] for params in asked if "architecture" in params)}
+    chosen = {NEIGHBOUR, *(params["name"] for params in asked if "name" in params)}
     families = Families(tmp_path_factory.mktemp("families"), [name for name in FAMILIES if name in chosen])
     yield families
     families.close()
 
 
-@architectures
-def test_what_inspection_accepts_says_what_bare_vllm_says_wherever_it_goes(
-    families: Families, architecture: str
-) -> None:
-    assert inspect(families.folders[architecture], Known(frozenset(TABLE))).architecture == architecture
-    assert TABLE[architecture].text_measured if as_text(architecture) else TABLE[architecture].measured
-    said, beside = families.said[architecture], families.of(NEIGHBOUR, runtime=architecture == NEIGHBOUR)
+@names
+def test_a_model_that_inspection_accepts_says_what_bare_vllm_says(families: Families, name: str) -> None:
+    said, beside_said, known = families.said(name), families.said(NEIGHBOUR)[1], TABLE[architecture_of(name)]
+    assert inspect(families.folders[name], Known(frozenset(TABLE))).architecture == architecture_of(name)
+    assert known.text_measured if as_text(name) else known.measured
     assert all(len(set(one)) > 5 for one in said), "an answer that repeats itself proves nothing"
-    engine, neighbour = families.of(architecture), Neighbour(beside, families.said[NEIGHBOUR][1])
+    beside = families.of(NEIGHBOUR, runtime=int(name == NEIGHBOUR))
+    engine, neighbour = families.of(name), Neighbour(beside, beside_said)
     numbers = list(range(len(PROMPTS)))
-    batches = [[number] for number in numbers] if rounded(architecture) else [numbers]
+    batches = [[number] for number in numbers] if rounded(name) else [numbers]
     awake(engine, 8)
     assert engine.check() is None
     for batch in batches:
@@ -124,15 +132,15 @@ def test_what_inspection_accepts_says_what_bare_vllm_says_wherever_it_goes(
         awake(engine, 8)
         assert answers(engine, batch) == expected, "after sleep"
     neighbour.finish()
-    again = awake(families.of(architecture, runtime=1), 8)
+    again = awake(families.of(name, runtime=1), 8)
     assert answers(again, batches[0], PARKED_EVERY) == [said[number] for number in batches[0]], "built from the image"
     assert moved(engine, again, question(3), MOST, len(PROMPTS[3]) + MOST) == said[3], "moved in mid-answer"
-    if not rounded(architecture):  # tokens that a dead runtime made are computed again, many at a time
+    if not rounded(name):  # tokens that a dead runtime made are computed again, many at a time
         assert said[2][: MOST // 2] + answers(again, [2], made=said[2][: MOST // 2])[0] == said[2], "after a death"
     for each in (engine, again):
         asleep(each)
         assert each._scheduler.recomputed == 0
-    families.forget(families.folders[architecture].name)
+    families.forget(families.folders[name].name)
     assert [build.pages_used() for build in families.builds] == [0, 0]
 
 

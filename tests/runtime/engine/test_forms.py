@@ -1,4 +1,4 @@
-"""Mixtures of experts, int8 models and GPT-NeoX make on Staccato's engines the tokens of bare vLLM.
+"""Mixtures of experts, int8 and 4-bit models and GPT-NeoX make on Staccato's engines the tokens of bare vLLM.
 
 The models are parked in mid-answer, put to sleep, built from the image and moved to a second runtime, in a process
 whose first model was dense.
@@ -19,11 +19,12 @@ import pytest
 import torch
 
 from runtime.core.device.request import RequestId
+from runtime.core.engine import EngineError
 from runtime.engine.vllm import VllmEngine
 from tests.conftest import ROOT
 from tests.runtime.bare import WITHOUT_AMX, Tokens, ask_bare_vllm
 from tests.runtime.engines import TwoRuntimes, asleep, awake, moved, parked_about, payload, spec
-from tests.runtime.forms import FORMS, INT8, write_form
+from tests.runtime.forms import FORMS, INT4, INT8, dtype, write_form
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
 POOL_BYTES, HOST_BYTES = 64 << 20, 256 << 20
@@ -31,16 +32,15 @@ MOST, PARKED_EVERY = 24, 7  # tokens of an answer; steps
 WORDS = random.Random(3)
 PROMPTS = [[44, 301, 17], [WORDS.randrange(3, 500) for _ in range(40)], [9, 10, 11, 12]]
 PROMPTS += [[WORDS.randrange(3, 500) for _ in range(150)]]
-NEEDS_AMX = {"gpt_oss_mxfp4"}
-SERVED = [form for form in FORMS if form not in NEEDS_AMX or torch.cpu._is_amx_tile_supported()]
+AMX, INT4_KERNEL = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_supported()
+LACKING = {
+    "gpt_oss_mxfp4": "" if AMX else "vLLM serves this form on CPUs with AMX only",
+    **dict.fromkeys(INT4, "" if INT4_KERNEL else "vLLM has products of 4-bit weights for CPUs with AVX-512 only"),
+}
+SERVED = [form for form in FORMS if not LACKING.get(form)]
 forms = pytest.mark.parametrize(
     "form",
-    [
-        pytest.param(
-            form, marks=[] if form in SERVED else pytest.mark.skip("vLLM serves this form on CPUs with AMX only")
-        )
-        for form in FORMS
-    ],
+    [pytest.param(form, marks=[] if form in SERVED else pytest.mark.skip(LACKING[form])) for form in FORMS],
 )
 
 
@@ -53,14 +53,11 @@ class Pair(TwoRuntimes):
         super().__init__(POOL_BYTES, HOST_BYTES)
         self_check(self.builds[0])  # the process begins with a dense model, as in a runtime
         self.folders = {form: write_form(folder / form, form, seed=1) for form in SERVED}
-        self.said: Tokens = ask_bare_vllm(self.folders, {form: dtype(form) for form in SERVED}, PROMPTS, MOST)
+        dtypes, alone = {form: dtype(form) for form in SERVED}, dict.fromkeys(INT4, {"max_num_seqs": 1})
+        self.said: Tokens = ask_bare_vllm(self.folders, dtypes, PROMPTS, MOST, alone)
 
     def of(self, form: str, runtime: int = 0) -> VllmEngine:
         return self.engine(msgspec.structs.replace(spec(self.folders[form]), dtype=dtype(form)), runtime)
-
-
-def dtype(form: str) -> str:
-    return "bfloat16" if form.endswith("mxfp4") else "float32"
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +71,16 @@ def question(number: int) -> bytes:
     return payload(PROMPTS[number], f"salt {number}", temperature=0, max_tokens=MOST, ignore_eos=True)
 
 
-def answers(engine: VllmEngine, parked_every: int = 0) -> list[list[int]]:
-    """Tokens for every prompt in one batch. The engine is parked and fetched every `parked_every` steps (0: never)."""
+def answers(engine: VllmEngine, form: str, parked_every: int = 0) -> list[list[int]]:
+    """Tokens for every prompt, in one batch unless rounding to 16 bits makes answers depend on the batch.
+
+    The engine is parked and fetched every `parked_every` steps (0: never)."""
     made: dict[str, list[int]] = {str(number): [] for number in range(len(PROMPTS))}
-    for number in range(len(PROMPTS)):
-        engine.add(RequestId(str(number)), question(number))
-    parked_about(engine, made, parked_every)
+    numbers = list(range(len(PROMPTS)))
+    for batch in [[number] for number in numbers] if form in INT4 else [numbers]:
+        for number in batch:
+            engine.add(RequestId(str(number)), question(number))
+        parked_about(engine, made, parked_every)
     return list(made.values())
 
 
@@ -101,11 +102,11 @@ def test_a_form_says_what_bare_vllm_says_parked_and_after_sleep(pair: Pair, form
     engine = pair.of(form)
     with up(engine):
         assert engine.check() is None
-        assert answers(engine) == pair.said[form]
-        assert answers(engine, PARKED_EVERY) == pair.said[form], "parked in mid-answer"
+        assert answers(engine, form) == pair.said[form]
+        assert answers(engine, form, PARKED_EVERY) == pair.said[form], "parked in mid-answer"
     assert pair.builds[0].pages_used() == 0
     with up(engine):
-        assert answers(engine) == pair.said[form], "after sleep"
+        assert answers(engine, form) == pair.said[form], "after sleep"
     assert all(len(set(said)) > 5 for said in pair.said[form]), "an answer that repeats itself proves nothing"
 
 
@@ -115,7 +116,7 @@ def test_a_form_built_from_the_image_says_what_bare_vllm_says(pair: Pair, form: 
     again = pair.of(form, runtime=1)
     with up(again):
         assert again.check() is None
-        assert answers(again, PARKED_EVERY) == pair.said[form]
+        assert answers(again, form, PARKED_EVERY) == pair.said[form]
 
 
 @forms
@@ -132,6 +133,15 @@ def test_a_request_of_a_dead_runtime_goes_on_as_on_bare_vllm(pair: Pair, form: s
         engine.add(RequestId("begun"), question(3), said[: MOST // 2])
         made = [token for _ in iter(engine.busy, False) for output in engine.step() for token in output.tokens]
     assert said[: MOST // 2] + made == said
+
+
+@pytest.mark.skipif(INT4_KERNEL, reason="this processor has the kernel for 4-bit weights")
+@pytest.mark.parametrize("form", INT4)
+def test_a_processor_without_the_kernel_of_a_form_refuses_the_model(pair: Pair, tmp_path: Path, form: str) -> None:
+    asked = msgspec.structs.replace(spec(write_form(tmp_path / form, form)), dtype=dtype(form))
+    with pytest.raises(EngineError, match="vLLM has no cpu_gemm_wna16 for this processor or GPU"):
+        pair.builds[0].build(asked)
+    assert pair.builds[0].pages_used() == 0
 
 
 @pytest.mark.long
