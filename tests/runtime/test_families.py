@@ -1,9 +1,9 @@
 """A model of a served architecture that inspection accepts is built, and says what bare vLLM says, wherever asked.
 
 Each model is parked in mid-answer beside a model of another architecture, put to sleep and built from the image.
-Requests go on at a second runtime after a move and after a death. While a model is parked, every free page of the device
-is overwritten: a block that was not brought back changes the answer. Models with parts that see or hear are served as
-text here, without these parts.
+Requests go on at a second runtime after a move and after a death. While a model is parked, every free page of the
+device is overwritten: a block that was not brought back changes the answer. Models with parts that see or hear are
+served as text here, without these parts.
 """
 
 from __future__ import annotations
