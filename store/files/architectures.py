@@ -50,6 +50,7 @@ class ModelForm(msgspec.Struct, frozen=True):
 NO_TEXT = "the model makes embeddings, scores or labels, and no text, and Staccato has no endpoint for these answers"
 DRAFTS = "the model drafts tokens for a larger model, and Staccato does not run drafts: deploy the larger model alone"
 INSIDE = "the name is one that vLLM uses inside: give the model's original config.json"
+UNBUILT = "no model of this architecture was ever built here and compared with bare vLLM"
 UNTRIED = "and answers of this architecture were never compared with those of bare vLLM"
 STATE = f"some layers keep a state for each request (Mamba, linear attention, convolution), {UNTRIED}"
 LATENT = f"the model keeps a latent vector for each token (MLA), {UNTRIED}"
@@ -84,10 +85,6 @@ FalconH1ForCausalLM GraniteMoeHybridForCausalLM Lfm2ForCausalLM Lfm2MoeForCausal
 NemotronHForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Zamba2ForCausalLM
 """
 _LATENT_MEASURED = "DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM"
-_TEXT = """
-ChatGLMForConditionalGeneration ChatGLMModel InklingForCausalLM K2HorizonForCausalLM LagunaForCausalLM Rnj1ForCausalLM
-Step3TextForCausalLM Step3p5ForCausalLM
-"""
 _PICTURES_MEASURED = """
 Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration SmolVLMForConditionalGeneration
 """
@@ -103,29 +100,25 @@ PaliGemmaForConditionalGeneration Qwen2VLForConditionalGeneration Qwen3VLMoeForC
 _PICTURES_STATES_TEXT_MEASURED = """
 Lfm2VlForConditionalGeneration Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration
 """
-_PICTURES = """
-BagelForConditionalGeneration CohereCompassForConditionalGeneration Cosmos3EdgeForConditionalGeneration
-Cosmos3ForConditionalGeneration DeepseekOCR2ForCausalLM DeepseekOCRForCausalLM Emu3ForConditionalGeneration
-Ernie4_5_VLMoeForConditionalGeneration GLM4VForCausalLM Granite4VisionForConditionalGeneration HCXVisionV2ForCausalLM
-HunYuanVLForConditionalGeneration InklingForConditionalGeneration IsaacForConditionalGeneration Moondream3ForCausalLM
-MuseGlimmerForCausalLM Ovis QianfanOCRForConditionalGeneration Step3VLForConditionalGeneration
-Step3p7ForConditionalGeneration UnlimitedOCRForCausalLM
-"""
 _PICTURES_DEAF_TEXT_MEASURED = """
 Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration Qwen2_5OmniForConditionalGeneration
 Qwen2_5OmniModel Qwen3OmniMoeForConditionalGeneration
-"""
-_PICTURES_DEAF = """
-Gemma3nForConditionalGeneration
 """
 _DEAF_MEASURED = """
 AudioFlamingo3ForConditionalGeneration GraniteSpeechForConditionalGeneration GraniteSpeechPlusForConditionalGeneration
 LlavaNextVideoForConditionalGeneration Qwen2AudioForConditionalGeneration
 """
-_DEAF = """
-FunAudioChatForConditionalGeneration UltravoxModel
-"""
 _REFUSED = {
+    UNBUILT: """
+BagelForConditionalGeneration ChatGLMForConditionalGeneration ChatGLMModel CohereCompassForConditionalGeneration
+Cosmos3EdgeForConditionalGeneration Cosmos3ForConditionalGeneration DeepseekOCR2ForCausalLM DeepseekOCRForCausalLM
+Emu3ForConditionalGeneration Ernie4_5_VLMoeForConditionalGeneration FunAudioChatForConditionalGeneration
+GLM4VForCausalLM Gemma3nForConditionalGeneration Granite4VisionForConditionalGeneration HCXVisionV2ForCausalLM
+HunYuanVLForConditionalGeneration InklingForCausalLM InklingForConditionalGeneration IsaacForConditionalGeneration
+K2HorizonForCausalLM LagunaForCausalLM Moondream3ForCausalLM MuseGlimmerForCausalLM Ovis
+QianfanOCRForConditionalGeneration Rnj1ForCausalLM Step3TextForCausalLM Step3VLForConditionalGeneration
+Step3p5ForCausalLM Step3p7ForConditionalGeneration UltravoxModel UnlimitedOCRForCausalLM
+""",
     STATE: """
 BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM BailingMoeV3VLForConditionalGeneration FalconMambaForCausalLM
 Glm5NextForCausalLM Glm5NextForConditionalGeneration InternS2MobiusForConditionalGeneration
@@ -207,17 +200,13 @@ TABLE: dict[str, Served] = {
         [*_TEXT_MEASURED.split(), *_STATES_MEASURED.split(), *_LATENT_MEASURED.split()],
         Served(Support.SERVED, measured=True),
     ),
-    **dict.fromkeys(_TEXT.split(), Served(Support.SERVED)),
     **dict.fromkeys(_PICTURES_MEASURED.split(), Served(Support.PICTURES, measured=True)),
     **dict.fromkeys(
         [*_PICTURES_TEXT_MEASURED.split(), *_PICTURES_STATES_TEXT_MEASURED.split()],
         Served(Support.PICTURES, text_measured=True),
     ),
-    **dict.fromkeys(_PICTURES.split(), Served(Support.PICTURES)),
     **dict.fromkeys(_PICTURES_DEAF_TEXT_MEASURED.split(), Served(Support.PICTURES, text_measured=True, reason=DEAF)),
-    **dict.fromkeys(_PICTURES_DEAF.split(), Served(Support.PICTURES, reason=DEAF)),
     **dict.fromkeys(_DEAF_MEASURED.split(), Served(Support.TEXT, text_measured=True, reason=DEAF)),
-    **dict.fromkeys(_DEAF.split(), Served(Support.TEXT, reason=DEAF)),
     **{name: Served(Support.NOT_YET, reason=why) for why, names in _REFUSED.items() for name in names.split()},
 }
 # Kinds of layers in config.json, by what they keep for a request.

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from deploy.docs.manual.architectures import PAGE, page
 from store.files.architectures import TABLE, Support
@@ -18,6 +22,16 @@ def test_the_table_has_the_names_of_vllms_registry() -> None:
     from gateway.vllm.front import known
 
     assert set(TABLE) == known().architectures
+
+
+def test_a_model_of_each_served_architecture_is_built_by_the_tests() -> None:
+    """An architecture without a model among the tests is refused: nobody knows whether models of it can be built."""
+    from tests.runtime import families, forms, hybrids, seeing
+
+    kinds = [*forms.MIXTURES, *hybrids.HYBRIDS, *seeing.FAMILIES, "gpt_neox"]
+    classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | hybrids.CLASSES
+    built = {families.architecture_of(name) for name in families.FAMILIES} | {classes[kind] for kind in kinds}
+    assert built == {name for name, line in TABLE.items() if line.support is not Support.NOT_YET}
 
 
 def test_what_is_not_served_has_a_reason_and_what_is_served_has_no_contradiction() -> None:

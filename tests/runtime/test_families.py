@@ -26,7 +26,7 @@ from tests.runtime.families import FAMILIES, architecture_of, dtype, write_famil
 from tests.runtime.seeing import write_seeing
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
-POOL_BYTES, HOST_BYTES = 128 << 20, 2048 << 20
+POOL_BYTES, HOST_BYTES = 256 << 20, 2048 << 20
 AT_ONCE = 12  # models that a process of bare vLLM answers for
 QUICK = ("Qwen3_5ForConditionalGeneration", "LlavaForConditionalGeneration", "FalconForCausalLM")
 NEIGHBOUR, STEPS = "Olmo2ForCausalLM", 4  # the architecture beside the others, and its steps at a time
@@ -117,8 +117,18 @@ def test_a_model_that_inspection_accepts_says_what_bare_vllm_says(families: Fami
     assert inspect(families.folders[name], Known(frozenset(TABLE))).architecture == architecture_of(name)
     assert known.text_measured if as_text(name) else known.measured
     assert all(len(set(one)) > 5 for one in said), "an answer that repeats itself proves nothing"
-    beside = families.of(NEIGHBOUR, runtime=int(name == NEIGHBOUR))
-    engine, neighbour = families.of(name), Neighbour(beside, beside_said)
+    try:
+        beside = families.of(NEIGHBOUR, runtime=int(name == NEIGHBOUR))
+        goes_everywhere(families, name, said, Neighbour(beside, beside_said))
+    finally:
+        for key in (families.folders[name].name, families.folders[NEIGHBOUR].name):
+            families.forget(key)
+    assert [build.pages_used() for build in families.builds] == [0, 0]
+
+
+def goes_everywhere(families: Families, name: str, said: list[list[int]], neighbour: Neighbour) -> None:
+    """Check the answers of a model: beside a neighbour, asleep between, from the image, after a move, after a death."""
+    engine = families.of(name)
     numbers = list(range(len(PROMPTS)))
     batches = [[number] for number in numbers] if rounded(name) else [numbers]
     awake(engine, 8)
@@ -140,8 +150,6 @@ def test_a_model_that_inspection_accepts_says_what_bare_vllm_says(families: Fami
     for each in (engine, again):
         asleep(each)
         assert each._scheduler.recomputed == 0
-    families.forget(families.folders[name].name)
-    assert [build.pages_used() for build in families.builds] == [0, 0]
 
 
 def test_a_language_model_alone_takes_less_memory_by_what_sees(families: Families, tmp_path: Path) -> None:
