@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi._compat import ModelField
 from fastapi.dependencies.utils import get_body_field, get_flat_dependant
 from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vllm.entrypoints.openai.chat_completion.api_router import router
+from vllm.entrypoints.openai.chat_completion.api_router import router as chats
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses import protocol
+from vllm.entrypoints.openai.responses.api_router import router as responses
 
 from gateway.core.way import CHAT, VLLM
 from gateway.vllm import yielding
@@ -25,9 +29,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM and torch,
 MESSAGES = 2048
 
 
-@pytest.fixture(scope="module")
-def route() -> APIRoute:
-    return next(route for route in router.routes if isinstance(route, APIRoute) and route.path == CHAT)
+def body_of(path: str) -> ModelField:
+    """The body of the requests that are posted to a path, as FastAPI validates it."""
+    routes = [route for route in [*chats.routes, *responses.routes] if isinstance(route, APIRoute)]
+    (route,) = (route for route in routes if route.path == path and "POST" in route.methods)
+    field = get_body_field(flat_dependant=get_flat_dependant(route.dependant), name="b", embed_body_fields=False)
+    assert field is not None
+    return field
 
 
 MESSAGE: st.SearchStrategy[Any] = st.one_of(
@@ -60,6 +68,27 @@ BODY = st.fixed_dictionaries(
 )
 
 
+ITEM: st.SearchStrategy[Any] = st.one_of(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant", "nobody"]), "content": st.sampled_from(["a", [], 5])},
+        optional={"type": st.sampled_from(["message", "nothing"])},
+    ),
+    st.just({"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}),
+    st.sampled_from([{"type": "reasoning", "summary": []}, {"type": "function_call"}, {}, 7, None, "text"]),
+)
+RESPONSE = st.fixed_dictionaries(
+    {"input": st.lists(ITEM, max_size=6)},
+    optional={
+        "model": st.just("faq"),
+        "background": st.sampled_from([False, 7]),
+        "temperature": st.sampled_from([0.5, "x"]),
+        "tools": st.sampled_from([[], [{"type": "function", "name": "f", "parameters": {}}], 5]),
+        "tool_choice": st.sampled_from(["auto", "required"]),
+        "prompt": st.just({"id": "1"}),
+    },
+)
+
+
 async def outcome(validating: Awaitable[Any]) -> Any:
     """Return what a validation came to: values and errors, or the exception that a validator of vLLM let out."""
     try:
@@ -71,23 +100,44 @@ async def outcome(validating: Awaitable[Any]) -> Any:
     return made, [(fault["type"], fault["loc"], fault["msg"]) for fault in errors]
 
 
+def check_in_slices(path: str, body: dict[str, Any]) -> None:
+    """Compare a body in slices with the whole body. If the errors found are as many as vLLM's answer tells of, the body
+    is compared up to the last message looked at."""
+    field = body_of(path)
+    name, size = yielding.SLICED[field.field_info.annotation]
+    copied = json.dumps(body)  # validators change what is given to them
+    made, errors = asyncio.run(outcome(yielding._validated([field], json.loads(copied), False)))
+    of_messages = [loc for _, loc, _ in errors if loc[1:2] == (name,)] if isinstance(errors, list) else []
+    numbers = [part for loc in of_messages for part in loc[2:4] if isinstance(part, int)]
+    whole = json.loads(copied)
+    if len(numbers) >= yielding.REPORTED:
+        whole[name] = whole[name][: (max(numbers) // size + 1) * size]
+    assert (made, errors) == asyncio.run(outcome(yielding._validated_at_once([field], whole, False)))
+
+
+@pytest.fixture
+def in_twos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yielding, "SLICED", {kind: (name, 2) for kind, (name, _) in yielding.SLICED.items()})
+    monkeypatch.setattr(protocol, "random_uuid", lambda: "0")  # names that vLLM draws for items
+
+
 @given(body=BODY)
 @settings(max_examples=300, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_body_in_slices_is_validated_as_the_whole_body(
-    monkeypatch: pytest.MonkeyPatch, route: APIRoute, body: dict[str, Any]
-) -> None:
-    monkeypatch.setattr(yielding, "SLICE", 2)
-    field = get_body_field(flat_dependant=get_flat_dependant(route.dependant), name="b", embed_body_fields=False)
-    sliced, whole = json.dumps(body), json.dumps(body)  # validators change what is given to them
+def test_a_chat_in_slices_is_validated_as_the_whole_chat(in_twos: None, body: dict[str, Any]) -> None:
+    check_in_slices(CHAT, body)
 
-    async def both() -> tuple[Any, Any]:
-        return (
-            await outcome(yielding._validated([field], json.loads(sliced), False)),
-            await outcome(yielding._validated_at_once([field], json.loads(whole), False)),
-        )
 
-    said, expected = asyncio.run(both())
-    assert said == expected
+@given(body=RESPONSE)
+@settings(max_examples=200, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_items_in_slices_are_validated_as_all_items(in_twos: None, body: dict[str, Any]) -> None:
+    check_in_slices("/v1/responses", body)
+
+
+def test_of_many_faulty_items_no_more_is_looked_at_than_vllms_answer_tells_of() -> None:
+    body = {"model": "faq", "input": [{"role": "nobody", "content": 5}] * MESSAGES}
+    _, errors = asyncio.run(yielding._validated([body_of("/v1/responses")], body, False))
+    numbers = {error["loc"][3] for error in errors if len(error["loc"]) > 3}
+    assert numbers == set(range(yielding.SLICED[protocol.ResponsesRequest][1]))
 
 
 async def test_vllms_handlers_leave_turns_to_others_and_render_in_a_thread(
@@ -124,10 +174,10 @@ async def test_vllms_handlers_leave_turns_to_others_and_render_in_a_thread(
     said = await ways.ask(CHAT, json.dumps(body).encode(), Script(()), 1, False)
     others.cancel()
     assert (said.way, said.status) == (VLLM, 400) and b"maximum context length" in said.body
-    assert validated and validated[0] >= MESSAGES // yielding.SLICE - 1
+    assert validated and validated[0] >= MESSAGES // yielding.SLICED[ChatCompletionRequest][1] - 1
     assert threads and not any("MainThread" in name for name in threads)
 
 
-def test_vllm_and_fastapi_still_have_what_is_replaced(route: APIRoute) -> None:
+def test_vllm_and_fastapi_still_have_what_is_replaced() -> None:
     assert yielding.utils.request_body_to_args is yielding._validated
     assert yielding.utils.solve_dependencies.__globals__["request_body_to_args"] is yielding._validated
