@@ -21,6 +21,7 @@ class ExtentLimits:
     answers_max: int = 64
     # Messages with their parts and calls of tools; tools. vLLM validates a part in 15 µs, and holds the loop meanwhile.
     messages_max: int = 2048
+    entries_max: int = 1024  # of logit_bias, metadata or vllm_xargs: each faulty entry takes vLLM 15 µs
     pictures_max: int = 16
     logprobs_max: int = 20  # alternatives per generated token
     prompt_logprobs_max: int = 1  # alternatives per token of the prompt
@@ -123,6 +124,9 @@ class BodyExtent(msgspec.Struct):
     text: Raw = NOTHING  # /v1/responses: the format of the text
     tools: Raw = NOTHING
     tool_choice: Raw = NOTHING
+    logit_bias: Raw = NOTHING
+    metadata: Raw = NOTHING
+    vllm_xargs: Raw = NOTHING
 
 
 GRAMMARS = (
@@ -134,6 +138,7 @@ GRAMMARS = (
     "guided_grammar",
     "text",
 )
+ENTRIES = ("logit_bias", "metadata", "vllm_xargs")
 TEXTS = ("prompt", "messages", "input", "system", "instructions", "tools", "tokens")
 NO_CHOICE = (b'"auto"', b'"none"', b"null")  # tool choices that make no grammar of the tools
 
@@ -160,6 +165,8 @@ def _measured(ask: BodyExtent, limits: ExtentLimits, repeats: bool) -> Iterator[
         items = (sum(talks) if field == "messages" else 0) or _items(getattr(ask, field))
         yield Excess(field, items, limits.messages_max, "messages", "messages_max")
     yield Excess("tools", _items(ask.tools), limits.messages_max, "tools", "messages_max")
+    for field in ENTRIES:
+        yield Excess(field, _entries(getattr(ask, field)), limits.entries_max, "entries", "entries_max")
     for field in ("logprobs", "top_logprobs"):
         yield Excess(field, _number(getattr(ask, field)), limits.logprobs_max, "logprobs a token", "logprobs_max")
     of_prompt = _number(ask.prompt_logprobs)
@@ -198,6 +205,14 @@ def _items(raw: Raw) -> int:
         return len(msgspec.json.decode(bytes(raw or b"[]"), type=list[Raw]))
     except (msgspec.DecodeError, RecursionError):
         return 1
+
+
+def _entries(raw: Raw) -> int:
+    """Return the number of entries of an object; 0 for a value of another kind."""
+    try:
+        return len(msgspec.json.decode(bytes(raw or b"{}"), type=dict[str, Raw]))
+    except (msgspec.DecodeError, RecursionError):
+        return 0
 
 
 def _talks(raw: Raw) -> list[int]:

@@ -8,6 +8,7 @@ have no seam for the two replacements here; tests/gateway/vllm/test_yielding.py 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -16,15 +17,15 @@ from runtime.engine.settings import RENDER_WAIT_S  # isort: skip  (sets vLLM's e
 
 from fastapi._compat import ModelField
 from fastapi.dependencies import utils
+from pydantic_core import SchemaValidator
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.renderers.base import BaseRenderer
 from vllm.renderers.chat_utils import has_non_text_content
 
-REPORTED = 10  # errors of which vLLM's answer tells; further errors are counted there
-# By class of body: the field with the messages, and the messages that vLLM validates in a turn of the loop: in 1 ms if
-# the messages are right, and in 5 ms if all are faulty.
-SLICED: dict[Any, tuple[str, int]] = {ChatCompletionRequest: ("messages", 16), ResponsesRequest: ("input", 8)}
+LARGE = 256  # values in a body; vLLM finds every fault of a smaller body in 5 ms
+# By class of body: the field with the messages, and the messages that vLLM validates in a turn of the loop, in 1 ms.
+SLICED: dict[Any, tuple[str, int]] = {ChatCompletionRequest: ("messages", 32), ResponsesRequest: ("input", 8)}
 
 Validated = tuple[dict[str, Any], list[dict[str, Any]]]  # values by parameter, and errors
 
@@ -32,7 +33,7 @@ _validated_at_once: Callable[..., Awaitable[Validated]] = utils.request_body_to_
 
 
 def install() -> None:
-    """Let FastAPI validate long chats in slices, with turns of the loop between the slices."""
+    """Let FastAPI validate large bodies in slices, with turns of the loop between the slices."""
     utils.request_body_to_args = _validated
 
 
@@ -53,49 +54,70 @@ async def _rendered(renderer: BaseRenderer[Any], original: Callable[..., Any], m
 async def _validated(body_fields: list[ModelField], received_body: Any, embed_body_fields: bool) -> Validated:
     """Validate a body as `request_body_to_args` of FastAPI does.
 
-    Each slice of the messages is validated within the whole body, so that every validator sees every message. The
-    errors are the errors of the slices, under the numbers that the messages have in the body. Once as many errors are
-    found as vLLM's answer tells of, further messages are not looked at, and are not in the count of the answer.
+    A large body is validated in slices of its messages, each within the whole body, so that every validator sees every
+    message. Of the faults of a large body, the faults of the first faulty item of a list are told, and no others.
     """
     (field, *_) = body_fields
-    name, size = SLICED.get(field.field_info.annotation, ("", 0))
-    messages: Any = received_body.get(name) if isinstance(received_body, dict) else None
-    if not isinstance(messages, list) or len(messages) <= size:
+    if _at_most(LARGE, received_body):
         return await _validated_at_once(body_fields, received_body, embed_body_fields)
-    parts: list[Any] = []
-    of_messages: list[dict[str, Any]] = []
-    before: list[dict[str, Any]] = []  # errors of other fields, in the order of the fields
-    behind: list[dict[str, Any]] = []
-    for begin in range(0, len(messages), size):
-        part, faults = field.validate({**received_body, name: messages[begin : begin + size]}, {}, loc=("body",))
+    name, size = SLICED.get(field.field_info.annotation, ("", 1))
+    messages = received_body.get(name) if isinstance(received_body, dict) else None
+    bodies = [(0, received_body)]
+    if isinstance(messages, list) and messages:
+        starts = range(0, len(messages), size)
+        bodies = [(start, {**received_body, name: messages[start : start + size]}) for start in starts]
+    first_faults, parts = _of_first_faults(field.field_info.annotation, field), list[Any]()
+    for start, body in bodies:
+        part, faults = first_faults.validate(body, {}, loc=("body",))
+        if faults:
+            return {field.name: None}, [_shifted(fault, name, start) for fault in faults]
         parts.append(part)
-        places = [place for place, fault in enumerate(faults) if _number_at(fault, name)]
-        if (places and not of_messages) or not begin:
-            # Beside a faulty message the others are faults of fields; else they may come from checks of the whole body,
-            # which vLLM leaves out if a message is faulty.
-            first, last = (places[0], places[-1] + 1) if places else (len(faults), len(faults))
-            before, behind = faults[:first], faults[last:]
-        of_messages += [_shifted(faults[place], name, begin) for place in places]
-        if len(of_messages) >= REPORTED:
-            break
         await asyncio.sleep(0)
-    if errors := [*before, *of_messages, *behind]:
-        return {field.name: None}, errors
-    whole = parts[0]
-    setattr(whole, name, [message for part in parts for message in getattr(part, name)])
-    return {field.name: whole}, []
+    if len(parts) > 1:
+        setattr(parts[0], name, [message for part in parts for message in getattr(part, name)])
+    return {field.name: parts[0]}, []
 
 
-def _number_at(fault: dict[str, Any], field: str) -> int | None:
-    """The place in an error's path of the number of a message in `field`; None: the error is of no message.
+def _at_most(values: int, body: Any) -> bool:
+    """Whether a body has at most so many values. No more values are looked at."""
+    waiting, seen = [body], 0
+    while waiting:
+        value = waiting.pop()
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        seen += 1 + len(inner)
+        if seen > values:
+            return False
+        waiting += inner
+    return True
 
-    A union of types, as in `/v1/responses`, puts the name of a type in front of the number."""
+
+_FIRST_FAULTS: dict[Any, ModelField] = {}  # by class of body
+
+
+def _of_first_faults(kind: Any, field: ModelField) -> ModelField:
+    """Return a copy of a field whose validation of a list ends with the first faulty item."""
+    if kind not in _FIRST_FAULTS:
+        adapter = copy.copy(field._type_adapter)
+        adapter.validator = SchemaValidator(_ending_early(adapter.core_schema))
+        _FIRST_FAULTS[kind] = copy.copy(field)
+        _FIRST_FAULTS[kind]._type_adapter = adapter
+    return _FIRST_FAULTS[kind]
+
+
+def _ending_early(schema: Any) -> Any:
+    """Return a copy of a pydantic schema whose lists are validated up to the first faulty item."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(_ending_early(part) for part in schema)
+    if not isinstance(schema, dict):
+        return schema
+    copied = {key: value if key == "metadata" else _ending_early(value) for key, value in schema.items()}
+    return copied | {"fail_fast": True} if schema.get("type") in ("list", "set", "frozenset", "tuple") else copied
+
+
+def _shifted(fault: dict[str, Any], field: str, start: int) -> dict[str, Any]:
+    """Return an error of a slice that begins at message `start` of a field, as an error of the body.
+
+    A union of types, as in `/v1/responses`, puts the name of a type in front of the number of the message."""
     loc = fault["loc"]
-    return next((at for at in (2, 3) if len(loc) > at and loc[1] == field and isinstance(loc[at], int)), None)
-
-
-def _shifted(fault: dict[str, Any], field: str, begin: int) -> dict[str, Any]:
-    """Return an error of a slice that begins at message `begin`, as an error of the body."""
-    loc, at = fault["loc"], _number_at(fault, field)
-    assert at is not None
-    return {**fault, "loc": (*loc[:at], loc[at] + begin, *loc[at + 1 :])}
+    at = next((at for at in (2, 3) if len(loc) > at and loc[1] == field and isinstance(loc[at], int)), None)
+    return fault if at is None else {**fault, "loc": (*loc[:at], loc[at] + start, *loc[at + 1 :])}

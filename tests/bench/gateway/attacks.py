@@ -26,6 +26,7 @@ PAUSE_S = 1.0  # between two requests: the bench asks what a request does to the
 ANSWER_S = 60.0  # longest wait for one answer
 LIMITS = ExtentLimits()
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/v1/tokenize"
+RESPONSES = "/v1/responses"
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,19 @@ EXTENSIVE = (
     ),
 )
 
+# Requests with a great many faults: vLLM's validation has a list of every fault before the answer tells of ten.
+FAULTY = (
+    Attack("faulty items", RESPONSES, lambda: {"input": [{"role": "nobody"}] * LIMITS.messages_max}, refused=True),
+    Attack("faulty tools", RESPONSES, lambda: {"input": "a", "tools": [{}] * LIMITS.messages_max}, refused=True),
+    Attack("faulty tokens", COMPLETIONS, lambda: {"prompt": [1] + [None] * 200_000}, refused=True),
+    Attack("faulty stops", CHAT, lambda: said() | {"stop_token_ids": [None] * 1_500_000}, refused=True),
+    Attack(
+        "faulty biases", CHAT, lambda: said() | {"logit_bias": dict.fromkeys(map(str, range(500_000)))}, refused=True
+    ),
+)
+
 # Every attack of the bench. A further kind of attack is a tuple in a further file, added to this line.
-ATTACKS: dict[str, Attack] = {attack.name: attack for attack in (*EXTENSIVE,)}
+ATTACKS: dict[str, Attack] = {attack.name: attack for attack in (*EXTENSIVE, *FAULTY)}
 
 
 @dataclass(frozen=True)

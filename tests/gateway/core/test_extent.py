@@ -14,6 +14,7 @@ from gateway.core.extent import BodyExtent, ExtentLimits, first_excess
 LIMITS = ExtentLimits(
     answers_max=4,
     messages_max=3,
+    entries_max=2,
     pictures_max=2,
     logprobs_max=5,
     prompt_logprobs_max=1,
@@ -44,6 +45,9 @@ TOO_MUCH: dict[str, tuple[dict[str, object], str, int, int]] = {
     "parts beside odd messages": ({"messages": [{"content": [""] * 3}, 7]}, "messages", 4, 3),
     "calls of tools": ({"messages": [{"content": [""] * 2, "tool_calls": [{}] * 2}]}, "messages", 4, 3),
     "parts of an input": ({"input": [{"content": [""] * 2}] * 2}, "input", 4, 3),
+    "biases": ({"logit_bias": {"1": 1, "2": 2, "3": 3}}, "logit_bias", 3, 2),
+    "metadata": ({"metadata": dict.fromkeys("abc")}, "metadata", 3, 2),
+    "further arguments": ({"vllm_xargs": dict.fromkeys("abcd", 1)}, "vllm_xargs", 4, 2),
     "many tools": ({"tools": [{}] * 4}, "tools", 4, 3),
     "pictures": ({"messages": [{"content": [PICTURE] * 3}]}, "messages", 3, 2),
     "pictures of responses": ({"input": [{"content": [{"type": "input_image", "image_url": URL}] * 3}]}, "input", 3, 2),

@@ -80,6 +80,27 @@ async def test_a_request_for_too_much_is_a_400_with_the_number_and_costs_no_runt
     assert runs == []
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/responses", {"input": [{"role": "nobody"}] * 2048}, "input"),
+        ("/v1/completions", {"prompt": [1] + [None] * 200_000}, "prompt"),
+        ("/v1/chat/completions", CHAT | {"stop_token_ids": [None] * 1_500_000}, "stop_token_ids"),
+    ],
+)
+async def test_of_a_request_with_a_million_faults_a_few_are_told(
+    plane: Plane, path: str, body: dict[str, object], field: str
+) -> None:
+    """vLLM makes a list of every fault, a kilobyte each, and tells of ten: the list took seconds and gigabytes."""
+    key, _ = await deployed(plane, "acme")
+    runs = await runs_of(plane)
+    async with asked(plane, key, body_bytes=8 << 20) as client:
+        answer = await client.post(path, json=CHAT | body)
+    error = answer.json()["error"]
+    assert (answer.status_code, runs) == (400, []) and field in error["param"]
+    assert 0 < int(error["message"].split()[0]) < 300
+
+
 async def test_tenants_of_one_engine_have_salts_of_their_own_whatever_they_ask_for(plane: Plane) -> None:
     keys = {tenant: await deployed(plane, tenant) for tenant in ("acme", "globex")}
     assert len({engine for _, engine in keys.values()}) == 1, "they share it"

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.entrypoints.openai.chat_completion.api_router import router as chats
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.api_router import router as completions
 from vllm.entrypoints.openai.responses import protocol
 from vllm.entrypoints.openai.responses.api_router import router as responses
 
@@ -31,7 +32,7 @@ MESSAGES = 2048
 
 def body_of(path: str) -> ModelField:
     """The body of the requests that are posted to a path, as FastAPI validates it."""
-    routes = [route for route in [*chats.routes, *responses.routes] if isinstance(route, APIRoute)]
+    routes = [route for route in [*chats.routes, *completions.routes, *responses.routes] if isinstance(route, APIRoute)]
     (route,) = (route for route in routes if route.path == path and "POST" in route.methods)
     field = get_body_field(flat_dependant=get_flat_dependant(route.dependant), name="b", embed_body_fields=False)
     assert field is not None
@@ -101,22 +102,20 @@ async def outcome(validating: Awaitable[Any]) -> Any:
 
 
 def check_in_slices(path: str, body: dict[str, Any]) -> None:
-    """Compare a body in slices with the whole body. If the errors found are as many as vLLM's answer tells of, the body
-    is compared up to the last message looked at."""
-    field = body_of(path)
-    name, size = yielding.SLICED[field.field_info.annotation]
-    copied = json.dumps(body)  # validators change what is given to them
+    """Compare a body in slices with the whole body: equal values, and some of the errors if there are any."""
+    field, copied = body_of(path), json.dumps(body)  # validators change what is given to them
     made, errors = asyncio.run(outcome(yielding._validated([field], json.loads(copied), False)))
-    of_messages = [loc for _, loc, _ in errors if loc[1:2] == (name,)] if isinstance(errors, list) else []
-    numbers = [part for loc in of_messages for part in loc[2:4] if isinstance(part, int)]
-    whole = json.loads(copied)
-    if len(numbers) >= yielding.REPORTED:
-        whole[name] = whole[name][: (max(numbers) // size + 1) * size]
-    assert (made, errors) == asyncio.run(outcome(yielding._validated_at_once([field], whole, False)))
+    expected, all_errors = asyncio.run(outcome(yielding._validated_at_once([field], json.loads(copied), False)))
+    if isinstance(all_errors, str):  # an exception that a validator let out, perhaps behind the first faulty slice
+        assert errors and made in (None, expected)
+        return
+    assert made == expected and bool(errors) == bool(all_errors)
+    assert set(errors) <= set(all_errors)
 
 
 @pytest.fixture
 def in_twos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yielding, "LARGE", 0)
     monkeypatch.setattr(yielding, "SLICED", {kind: (name, 2) for kind, (name, _) in yielding.SLICED.items()})
     monkeypatch.setattr(protocol, "random_uuid", lambda: "0")  # names that vLLM draws for items
 
@@ -133,11 +132,21 @@ def test_items_in_slices_are_validated_as_all_items(in_twos: None, body: dict[st
     check_in_slices("/v1/responses", body)
 
 
-def test_of_many_faulty_items_no_more_is_looked_at_than_vllms_answer_tells_of() -> None:
-    body = {"model": "faq", "input": [{"role": "nobody", "content": 5}] * MESSAGES}
-    _, errors = asyncio.run(yielding._validated([body_of("/v1/responses")], body, False))
-    numbers = {error["loc"][3] for error in errors if len(error["loc"]) > 3}
-    assert numbers == set(range(yielding.SLICED[protocol.ResponsesRequest][1]))
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": [{"role": "nobody", "content": 5}] * MESSAGES}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text"}] * MESSAGES}]}),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "nothing"}] * MESSAGES}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "stop_token_ids": [None] * MESSAGES}),
+        (CHAT, {"messages": [{"role": "nobody", "content": 5}] * MESSAGES}),
+        ("/v1/completions", {"prompt": [1] + [None] * MESSAGES}),
+    ],
+)
+def test_of_many_faulty_items_the_first_is_told(path: str, body: dict[str, Any]) -> None:
+    """Without an end, the six bodies have 32,000 to 483,000 faults, for which the loop was held for up to 19 s."""
+    values, errors = asyncio.run(yielding._validated([body_of(path)], {"model": "faq", **body}, False))
+    assert list(values.values()) == [None] and 0 < len(errors) < 300
 
 
 async def test_vllms_handlers_leave_turns_to_others_and_render_in_a_thread(
