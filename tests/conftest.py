@@ -86,7 +86,7 @@ class NatsServer:
     def start(self) -> None:
         binary = Path(sysconfig.get_path("scripts")) / "nats-server"
         self._process = subprocess.Popen([binary, "-c", self._config], stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 0.2):
                 return

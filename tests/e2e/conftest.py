@@ -69,7 +69,7 @@ class Platform:
             )
         self.until(lambda: httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200, READY_S)
 
-    def until(self, done: Any, timeout_s: float = 30.0) -> None:
+    def until(self, done: Any, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(httpx.HTTPError):

@@ -25,6 +25,8 @@ from store.bus import Bus
 from store.contract import wire
 from store.contract.wire import Attained, ModelState, Role
 from store.db.database import Database
+from store.streams import LEASE_TTL_S
+from store.tasks import ended
 from tests.conftest import NatsServer
 from tests.gateway.http.described import Described
 from tests.store.files.folders import KNOWN, write_model
@@ -55,6 +57,7 @@ class Plane:
     folder: Path
     admin: httpx.AsyncClient
     clients: list[httpx.AsyncClient] = field(default_factory=list)
+    leases: dict[str, wire.Lease] = field(default_factory=dict)  # the last lease of each runtime that the test plays
 
     @property
     def described(self) -> Described:
@@ -113,12 +116,20 @@ class Plane:
             false_losses=false_losses,
             **pages,
         )
+        self.leases[runtime] = lease
         await self.bus.put(wire.LEASES, runtime, lease)
 
         async def heard() -> bool:
             return self.fleet.leases.get(runtime) == lease
 
         await until(heard)
+
+    async def renew(self) -> None:
+        """Renew the leases without end, as runtimes do: a lease not renewed is gone after LEASE_TTL_S."""
+        while True:
+            await asyncio.sleep(LEASE_TTL_S / 4)
+            for runtime in list(self.leases):
+                await self.bus.put(wire.LEASES, runtime, self.leases[runtime])
 
     async def placed(self, keys: set[str]) -> None:
         """Return when the bus tells runtimes to have exactly the engines `keys`."""
@@ -135,7 +146,7 @@ def made(answer: httpx.Response, status: int = 201) -> Any:
 
 
 async def until(found: Callable[[], Awaitable[Any]]) -> Any:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not (seen := await found()):
         assert time.monotonic() < deadline, "it did not come"
         await asyncio.sleep(0.01)
@@ -176,6 +187,8 @@ async def _plane(database: Database, nats_server: NatsServer, tmp_path: Path, so
             made_plane = Plane(app, bus, fleet, auth, control, metrics, recent, database, tmp_path, httpx.AsyncClient())
             await made_plane.admin.aclose()
             made_plane.admin = made_plane.client(ADMIN_KEY)
+            renewing = asyncio.create_task(made_plane.renew())
             yield made_plane
+            await ended(renewing)
             for client in made_plane.clients:
                 await client.aclose()

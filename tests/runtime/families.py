@@ -236,7 +236,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by architecture: transfor
     "VaultGemmaForCausalLM": ("vaultgemma", {}),
     "ApertusForCausalLM": ("apertus", {}),
     "ArceeForCausalLM": ("arcee", {}),
-    "BloomForCausalLM": ("bloom", {}),
+    "BloomForCausalLM": ("bloom", {"tie_word_embeddings": True}),
     "Cohere2ForCausalLM": ("cohere2", {}),
     "CohereForCausalLM": ("cohere", {}),
     "Ernie4_5ForCausalLM": ("ernie4_5", {}),

@@ -91,7 +91,7 @@ async def test_a_gateway_that_is_asked_all_the_time_refuses_a_revoked_key_within
     assert await elsewhere.caller(bearer(secret))
     async with database.write() as connection:
         await tenants.revoke_key(connection, key, 2)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         with pytest.raises(Problem, match="revoked"):
             while await elsewhere.caller(bearer(secret)):
                 await asyncio.sleep(0.02)

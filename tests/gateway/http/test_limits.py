@@ -91,7 +91,7 @@ async def said(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
             writer.write(part)
             await writer.drain()
             await asyncio.sleep(pause_s)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await listening
     writer.close()
     return bytes(answer)

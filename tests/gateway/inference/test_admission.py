@@ -153,7 +153,7 @@ async def test_streams_are_counted_across_gateways_and_given_back(nats_server: N
         problem = await refusal(other, limits)
         assert (problem.status, problem.kind) == (429, "streams") and problem.headers["retry-after"] == "1"
         open.pop().close()
-        async with asyncio.timeout(5):  # within a tick, and the pause between two fetches
+        async with asyncio.timeout(30):  # within a tick, and the pause between two fetches
             while True:
                 with contextlib.suppress(Problem):
                     open.append(await admitted(other, limits))
@@ -181,7 +181,7 @@ async def test_streams_of_a_gateway_that_was_killed_come_back(
             return False
 
         began = asyncio.get_running_loop().time()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not await let_in():
                 await asyncio.sleep(0.1)
         assert asyncio.get_running_loop().time() - began > 1.0, "not before its time"
@@ -190,7 +190,7 @@ async def test_streams_of_a_gateway_that_was_killed_come_back(
 async def test_a_tenant_that_is_idle_holds_nothing(nats_server: NatsServer, base: Database, quick: None) -> None:
     async with gateway(nats_server, base, "a") as one, Bus.connect(nats_server.url, "eye") as bus:
         (await admitted(one, Limits(concurrent_streams=5, requests_per_minute=600))).close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while True:
                 account, _ = await bus.read(wire.QUOTAS, "t", Account)
                 assert account is not None
@@ -207,7 +207,7 @@ async def test_one_that_gives_up_while_it_waits_leaves_nothing_behind(nats_serve
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             (await admitted(one, limits)).close()
 
 

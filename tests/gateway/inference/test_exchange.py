@@ -52,7 +52,7 @@ async def exchanged(receive: Receive, send: Send, fronts: Endless | None = None)
     meter = Counted()
     answer = ResponseWriter(send, context, meter, {"x-staccato-cold": "none"})  # type: ignore[arg-type]
     exchange = Exchange(Request(scope, receive), send, "q", "/v1/chat/completions", b"{}")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         complete = await exchange.pass_on(fronts, context, answer.send, answer.patience())  # type: ignore[arg-type]
     return fronts, complete, meter.counts
 

@@ -184,7 +184,7 @@ class Raw:
             self.sent = line or b"CONNECT " + json.dumps(options).encode() + b"\r\n"
             writer.write(self.sent + b"SUB $KV.leases.> 1\r\nPING\r\n")
             heard = b""
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while b"PONG" not in heard and (some := await reader.read(4096)):
                     heard += some
             return heard

@@ -34,7 +34,7 @@ async def test_a_runtime_joins_and_is_revoked_at_servers_other_than_the_services
             async with fleet.connect("r1", await fleet.token()) as bus:
                 await bus.put(wire.LEASES, "r1", Lease(runtime="r1", epoch=1, engine="test"))
                 await fleet.revoke("r1")
-                async with asyncio.timeout(5.0):
+                async with asyncio.timeout(30):
                     while bus.connected:
                         await asyncio.sleep(0.01)
     finally:

@@ -92,12 +92,12 @@ async def test_the_configuration_for_a_fleet_takes_the_users_and_certificates_of
         user = grants.runtime("b")
         seed = bus_users.seed_file(tmp_path / "staccato", user)
         secured = server.url.replace("nats://", "tls://")
-        async with asyncio.timeout(10), Bus.connect(secured, "b", user, seed, folder / "ca.crt") as bus:
+        async with asyncio.timeout(30), Bus.connect(secured, "b", user, seed, folder / "ca.crt") as bus:
             assert bus.connected
         monkeypatch.setattr("store.bus.CONNECT_TIMEOUT_S", 2.0)
         for authority in (tmp_path / "strange" / "ca.crt", None):
             with pytest.raises(BusError, match="certificate that is not believed .*STACCATO_NATS_CA"):
-                async with asyncio.timeout(10), Bus.connect(secured, "b", user, seed, authority):
+                async with asyncio.timeout(30), Bus.connect(secured, "b", user, seed, authority):
                     pass
         with pytest.raises(BusError, match="nothing.crt: No such file.*name ca.crt"):
             async with Bus.connect(secured, "b", user, seed, tmp_path / "nothing.crt"):

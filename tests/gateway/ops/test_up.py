@@ -141,10 +141,10 @@ def test_a_killed_gateway_is_started_again_alone_and_the_neighbour_serves_meanwh
         process = platform.process
         until(lambda: len(gateways(process.pid)) == 2, process)
         first, second = gateways(process.pid)
+        process.send_signal(signal.SIGSTOP)  # nobody replaces the killed gateway: the neighbour has to answer
         os.kill(first, signal.SIGKILL)
-        began_s = time.monotonic()
-        answers(settings.port, within_s=5)
-        assert time.monotonic() - began_s < 1.0
+        answers(settings.port)
+        process.send_signal(signal.SIGCONT)
         until(lambda: len(gateways(process.pid)) == 2, process)
         assert second in gateways(process.pid) and first not in gateways(process.pid)
         assert {path.name for path in (settings.data / "logs").glob("gateway*.log")} == {
@@ -269,7 +269,7 @@ def test_a_killed_nats_comes_back_on_the_same_port(platform: Platform) -> None:
     platform.ready()
     port = int((platform.settings.data / "nats.port").read_text())
     os.kill(nats_pid(platform), signal.SIGKILL)
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.2) as connection:
             assert connection.recv(5) == b"INFO "
@@ -284,7 +284,7 @@ def test_all_children_die_with_a_killed_supervisor(platform: Platform) -> None:
     born = children(platform.process.pid)
     platform.process.kill()
     platform.process.wait()
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while left := [pid for pid in born if Path(f"/proc/{pid}/cmdline").exists() and _running(pid)]:
         assert time.monotonic() < deadline_s, left
         time.sleep(0.02)

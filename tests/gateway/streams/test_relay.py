@@ -101,7 +101,7 @@ class Heard:
                 self._ended.set()
 
     async def until_end(self) -> Delta:
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(30):
             await self._ended.wait()
         assert self.end is not None
         return self.end

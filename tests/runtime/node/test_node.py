@@ -203,7 +203,7 @@ async def test_a_drain_waits_until_nobody_reads_what_has_left_any_more(node: Nod
     await asyncio.sleep(0.3)
     assert not draining.done()
     del node._migrations._releasing["m"]
-    await asyncio.wait_for(draining, 5)
+    await asyncio.wait_for(draining, 30)
 
 
 def test_an_address_that_nobody_can_be_reached_by_is_not_told_to_others() -> None:

@@ -29,7 +29,7 @@ class Asked:
 
     async def asked(self, times: int) -> None:
         """Wait until the device was asked `times` times."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while len(self.messages) < times:
                 await asyncio.sleep(0.01)
         assert self.messages == [ipc.ShowDevicePages()] * times

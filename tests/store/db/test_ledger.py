@@ -35,7 +35,7 @@ class Ledger:
     def end(self, number: int) -> tuple[int, str]:
         """Send the signal; returns the exit status and stderr."""
         self.process.send_signal(number)
-        said = self.process.communicate(timeout=10)[1].decode()
+        said = self.process.communicate(timeout=60)[1].decode()
         return self.process.returncode, said
 
 
@@ -124,6 +124,6 @@ async def test_a_database_that_is_not_migrated_ends_the_ledger_with_one_sentence
     nats_server: NatsServer, tmp_path: Path
 ) -> None:
     ledger = Ledger(nats_server.url, f"sqlite:///{tmp_path}/empty.db")
-    said = ledger.process.communicate(timeout=10)[1].decode()
+    said = ledger.process.communicate(timeout=60)[1].decode()
     assert ledger.process.returncode == 1
     assert "is at revision none" in said and "Traceback" not in said
