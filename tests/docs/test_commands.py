@@ -26,7 +26,7 @@ RUN_BY = {
 NOT_RUN = {
     "make": ("the set-up of an hour or the whole suite, of which this test is a part", 3),
     "docker": ("a container engine", 7),
-    "systemctl": ("root, and systemd as process 1", 19),
+    "systemctl": ("root, and systemd as process 1", 20),
     "kubectl": ("a cluster", 7),
     "helm": ("a cluster", 3),
     "internet": ("a hub; tests/gateway/cli/test_cli.py imports from one of its own", 2),

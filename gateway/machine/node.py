@@ -1,0 +1,234 @@
+"""`staccato node`: the runtimes of this machine in one process tree, without a bus or a database of their own.
+
+A runtime has its share of the GPUs, and all runtimes share the host cache, the disk cache and the fork server. A
+runtime that dies or gives no sign of life is started again; a runtime that does not get well costs its GPU and nothing
+else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from gateway.config import Settings
+from gateway.machine.processes import StartError, locked, orders_of, signals, start_fork_server
+from gateway.machine.runtimes import MachineRuntimes, host_cache
+from gateway.ops import gpus
+from gateway.ops.supervise import Child, Say, Tier, Tree, unfailing
+from gateway.ops.troubles import Troubles
+from store.contract.joining.proofs import RUNTIME_ID
+from store.settings import PREFIX, SettingsError
+from store.telemetry import observe, signs
+
+RETRY_S = 60.0  # pause after a runtime that did not get well
+LOOK_PERIOD_S = 2.0  # between two looks for runtimes that hang
+SILENT_S = 30.0  # silence after which a runtime that gave signs of life is ended
+NUMBER = "{n}"  # in the path of a file, stands for the number of the runtime
+
+
+def _host_name() -> str:
+    return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
+
+
+class NodeSettings(BaseSettings):
+    """Settings of a node alone; the others are `gateway.config.Settings`, and settings of runtimes are passed on."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True, env_ignore_empty=True)
+
+    node_id: str = Field(default_factory=_host_name)  # runtimes are NODE_ID-r1, NODE_ID-r2, ...
+    # Files of the runtimes, with {n} in the place of a runtime's number; without {n}, for a node with one runtime.
+    nats_credentials: Path | None = None
+    join_token_file: Path | None = None
+    transport_port: int = Field(0, ge=0, le=65535)  # of the first runtime; the next runtime has the next port; 0: any
+
+    def check(self, runtimes: int) -> None:
+        """Raise SettingsError if the settings do not fit a node of so many runtimes."""
+        if runtimes < 1:
+            raise SettingsError(f"{PREFIX}RUNTIMES={runtimes}: a node has at least 1 runtime")
+        last = self.runtime_ids(runtimes)[-1]
+        if not RUNTIME_ID.fullmatch(last):
+            raise SettingsError(
+                f"STACCATO_NODE_ID is {self.node_id!r}, and {last!r} would name a runtime: write letters, digits and "
+                "'-', 63 in all"
+            )
+        for name in ("nats_credentials", "join_token_file"):
+            path = getattr(self, name)
+            if runtimes > 1 and path is not None and NUMBER not in str(path):
+                raise SettingsError(
+                    f"{PREFIX}{name.upper()}={path} is one file for {runtimes} runtimes: write {NUMBER} in the place "
+                    "of a runtime's number, as r{n}.nk"
+                )
+        if self.transport_port and self.transport_port + runtimes - 1 > 65535:
+            raise SettingsError(
+                f"{PREFIX}TRANSPORT_PORT={self.transport_port} leaves no port for {runtimes} runtimes: choose at most "
+                f"{65536 - runtimes}"
+            )
+
+    def runtime_ids(self, runtimes: int) -> list[str]:
+        return [f"{self.node_id}-r{number}" for number in range(1, runtimes + 1)]
+
+    def variables(self, number: int) -> dict[str, str]:
+        """Return the variables of the runtime with the number, from 1 on, alone."""
+        told = {
+            name.upper(): str(path).replace(NUMBER, str(number))
+            for name in ("nats_credentials", "join_token_file")
+            if (path := getattr(self, name)) is not None
+        }
+        if self.transport_port:
+            told["TRANSPORT_PORT"] = str(self.transport_port + number - 1)
+        return {PREFIX + name: value for name, value in told.items()}
+
+
+def run(settings: Settings, own: NodeSettings, say: Say, show: Say) -> int:
+    """Run the runtimes until a signal, and return the exit code. Raises StartError, SettingsError.
+
+    `say` is called with each event, `show` with each line that a runtime writes."""
+    observe.no_core_files()
+    before = os.umask(0o077)
+    try:
+        settings, devices = gpus.with_gpus(settings)
+        own.check(settings.runtimes)
+        with locked(settings.data):
+            return asyncio.run(MachineNode(settings, own, devices, unfailing(say), unfailing(show)).serve())
+    except gpus.NoSuchGpu as error:
+        raise StartError(str(error)) from error
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise StartError(f"{where}{error.strerror}: choose another folder with {PREFIX}DATA") from error
+    finally:
+        os.umask(before)
+
+
+class MachineNode:
+    """The runtimes of this machine, from the start to the end of the node."""
+
+    def __init__(
+        self, settings: Settings, own: NodeSettings, devices: Sequence[Sequence[gpus.Gpu]], say: Say, show: Say
+    ) -> None:
+        self._settings, self._own, self._devices, self._say, self._show = settings, own, devices, say, show
+        self._names = own.runtime_ids(settings.runtimes)
+        self._signs = Path(os.environ.get(PREFIX + "SIGNS") or settings.data / "signs")
+
+    async def serve(self) -> int:
+        """Serve until a signal, then drain every runtime. Returns the exit code, 130 if a second signal killed the
+        runtimes. Raises StartError if no runtime gets well."""
+        settings = self._settings
+        troubles = Troubles(settings.data, self._say)
+
+        def hear(child: str, line: str) -> None:
+            troubles.heard(child, line)
+            self._show(f"{child} {line}")
+
+        tree = Tree(settings.data / "logs", self._say, hear, troubles)
+        orders, served = orders_of(settings)
+        cache = host_cache(settings)
+        machine = MachineRuntimes(
+            settings, self._names, cache, orders.fileno() if orders else -1, self._devices, self._variables
+        )
+        async with signals(tree) as stop:
+            try:
+                if served:
+                    start_fork_server(tree, settings, served.fileno())
+                for name, share in zip(self._names, self._devices, strict=False):
+                    self._say(f"{name} has GPU {', '.join(gpu.shown for gpu in share)}")
+                keeper = RuntimeKeeper(tree.start(), machine.child, self._names, self._signs, self._say)
+                keeper.start()
+                jobs = [asyncio.create_task(job) for job in (keeper.keep(), signs.give(keeper.ready))]
+                try:
+                    await keeper.watch(stop)
+                    self._say("stopping: streams end or move; a second signal kills")
+                    jobs.pop(0).cancel()
+                finally:
+                    await tree.stop()  # signs of life are given until the last runtime has drained
+                    for job in jobs:
+                        job.cancel()
+            finally:
+                troubles.end()
+                os.close(cache)
+                for end in (orders, served):
+                    if end is not None:
+                        end.close()
+        return 130 if tree.killed else 0
+
+    def _variables(self, name: str) -> dict[str, str]:
+        folder = self._signs / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return {PREFIX + "SIGNS": str(folder)} | self._own.variables(self._names.index(name) + 1)
+
+
+class RuntimeKeeper:
+    """Keeps the runtimes of a node alive, and knows which runtimes are ready, by the files of their signs."""
+
+    def __init__(self, tier: Tier, child: Callable[[str], Child], names: Sequence[str], folder: Path, say: Say) -> None:
+        """`tier` is to hold the runtimes.
+
+        Args:
+            child: returns the process to start for a name.
+            names: names of the runtimes.
+            folder: a folder for each name, with the signs of the runtime.
+            say: called with a sentence for each failure."""
+        self._tier, self._child, self._names, self._folder, self._say = tier, child, names, folder, say
+        self._lost: set[str] = set()  # runtimes that did not get well, until the next sign of life
+        self._failed = asyncio.Event()
+        self._failure = ""  # why the node ends, with `_failed`
+
+    def start(self) -> None:
+        for name in self._names:
+            self._start(name)
+
+    def _start(self, name: str) -> None:
+        self._tier.start(replace(self._child(name), needed=False), self._give_up)
+
+    def _give_up(self, name: str, error: BaseException) -> None:
+        self._lost.add(name)
+        if len(self._lost) == len(self._names):
+            self._failure = f"no runtime of this node gets well: {error}"
+            self._failed.set()
+            return
+        self._say(f"{name} does not get well, and is tried again every {RETRY_S:g} s: {error}")
+        asyncio.get_running_loop().call_later(RETRY_S, self._start, name)
+
+    async def watch(self, stop: asyncio.Event) -> None:
+        """Wait until `stop` is set. Raises StartError if no runtime gets well."""
+        waits = [asyncio.create_task(event.wait()) for event in (stop, self._failed)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self._failure:
+            raise StartError(self._failure)
+
+    def ready(self) -> bool:
+        """Whether every runtime has said within SILENT_S seconds that the runtime is ready."""
+        return all((age_s := self._age_s(name, "ready")) is not None and age_s < SILENT_S for name in self._names)
+
+    async def keep(self) -> None:
+        """Endless: end runtimes that gave signs of life and give none any more, so that the tier starts them again."""
+        while True:
+            for name in self._names:
+                age_s = self._age_s(name, "alive")
+                if age_s is None:
+                    continue
+                self._lost.discard(name)
+                if age_s > SILENT_S:
+                    self._say(f"{name} gave no sign of life for {age_s:.0f} s and is started again")
+                    self._tier.restart(name)
+            await asyncio.sleep(LOOK_PERIOD_S)
+
+    def _age_s(self, name: str, sign: str) -> float | None:
+        """Return the seconds since the runtime gave the sign; None: the present process has not given the sign."""
+        try:
+            age_s = time.time() - (self._folder / name / sign).stat().st_mtime
+        except FileNotFoundError:
+            return None
+        return age_s if age_s < self._tier.lived_s(name) else None
