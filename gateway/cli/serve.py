@@ -181,7 +181,8 @@ def nats_users(
     """Make the users of a NATS of your own, and certificates for TLS of the server and between runtimes.
 
     Each role's process gets its .nk file as STACCATO_NATS_CREDENTIALS and ca.crt as STACCATO_NATS_CA; each runtime its
-    .crt and .key, too. With --join, the join service gets join.nk and issuer.nk, no other process gets issuer.nk."""
+    .crt and .key, too. With --join, the join service gets join.nk and issuer.nk, no other process gets issuer.nk, and
+    runtime.crt and runtime.key are for the runtimes that join."""
     from gateway.ops import bus_users, certificates
     from store.contract import grants
 
@@ -190,7 +191,8 @@ def nats_users(
     block = (bus_users.make_joining if join else bus_users.make)(folder, users)
     (folder / "users.conf").write_text(block)
     try:
-        made = certificates.make(folder, [user.name for user in runtimes], host or [])
+        joining = ["runtime"] if join else []  # one certificate for all: names of joining runtimes are unknown
+        made = certificates.make(folder, [*joining, *(user.name for user in runtimes)], host or [])
     except ValueError as error:
         raise CliError(str(error)) from error
     (folder / "routes.conf").write_text(certificates.routes_block(folder))

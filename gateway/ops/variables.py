@@ -19,7 +19,7 @@ OF_OTHERS = frozenset(
     """.split()
 )
 # Variables of deploy/compose/compose.yaml.
-OF_DEPLOY = frozenset({"SECRET_FILES", "TAG", "TRACES"})
+OF_DEPLOY = frozenset({"JOIN_TOKENS", "SECRET_FILES", "TAG", "TRACES"})
 
 
 def known() -> frozenset[str]:
