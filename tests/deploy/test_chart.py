@@ -427,6 +427,9 @@ def test_nodes_follow_the_schedulers_wish_within_its_band(rendered: dict[str, li
     (scheduler,) = (spec for component, spec in pods(objects) if component == "scheduler")
     told = environment(scheduler["spec"]["containers"][0])
     assert (told["STACCATO_RUNTIMES_LEAST"], told["STACCATO_RUNTIMES_MOST"]) == ("24", "264")
+    assert (told["STACCATO_NODES_SCALED"], told["STACCATO_NODE_RUNTIMES"]) == ("st-runtime-h100", "8")
+    fixed = dict(pods(rendered["default"]))["scheduler"]["spec"]["containers"][0]
+    assert "STACCATO_NODES_SCALED" not in environment(fixed)
     assert (scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]) == (2, 32)
     (hpa,) = (
         found
