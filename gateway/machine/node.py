@@ -177,7 +177,7 @@ class RuntimeKeeper:
             folder: a folder for each name, with the signs of the runtime.
             say: called with a sentence for each failure."""
         self._tier, self._child, self._names, self._folder, self._say = tier, child, names, folder, say
-        self._lost: set[str] = set()  # runtimes that did not get well, until the next sign of life
+        self._lost: dict[str, float] = {}  # runtimes that did not get well → time of the next start
         self._failed = asyncio.Event()
         self._failure = ""  # why the node ends, with `_failed`
 
@@ -186,16 +186,17 @@ class RuntimeKeeper:
             self._start(name)
 
     def _start(self, name: str) -> None:
-        self._tier.start(replace(self._child(name), needed=False), self._give_up)
+        """Start a runtime. The deaths of a runtime that did not get well before are not said again."""
+        say = _say_nothing if name in self._lost else None
+        self._tier.start(replace(self._child(name), needed=False), self._give_up, say)
 
     def _give_up(self, name: str, error: BaseException) -> None:
-        self._lost.add(name)
+        if name not in self._lost:
+            self._say(f"{name} does not get well, and is tried again every {RETRY_S:g} s: {error}")
+        self._lost[name] = time.monotonic() + RETRY_S
         if len(self._lost) == len(self._names):
             self._failure = f"no runtime of this node gets well: {error}"
             self._failed.set()
-            return
-        self._say(f"{name} does not get well, and is tried again every {RETRY_S:g} s: {error}")
-        asyncio.get_running_loop().call_later(RETRY_S, self._start, name)
 
     async def watch(self, stop: asyncio.Event) -> None:
         """Wait until `stop` is set. Raises StartError if no runtime gets well."""
@@ -209,20 +210,23 @@ class RuntimeKeeper:
             raise StartError(self._failure)
 
     def ready(self) -> bool:
-        """Whether every runtime has said within SILENT_S seconds that the runtime is ready."""
-        return all((age_s := self._age_s(name, "ready")) is not None and age_s < SILENT_S for name in self._names)
+        """Whether every runtime that gets well has said within SILENT_S seconds that the runtime is ready."""
+        ages = [self._age_s(name, "ready") for name in self._names if name not in self._lost]
+        return bool(ages) and all(age_s is not None and age_s < SILENT_S for age_s in ages)
 
     async def keep(self) -> None:
-        """Endless: end runtimes that gave signs of life and give none any more, so that the tier starts them again."""
+        """Endless: end runtimes that gave signs of life and give none any more, so that the tier starts them again; and
+        start runtimes again that did not get well."""
         while True:
             for name in self._names:
                 age_s = self._age_s(name, "alive")
-                if age_s is None:
-                    continue
-                self._lost.discard(name)
-                if age_s > SILENT_S:
-                    self._say(f"{name} gave no sign of life for {age_s:.0f} s and is started again")
-                    self._tier.restart(name)
+                if age_s is not None:
+                    self._lost.pop(name, None)
+                    if age_s > SILENT_S:
+                        self._say(f"{name} gave no sign of life for {age_s:.0f} s and is started again")
+                        self._tier.restart(name)
+                elif name not in self._tier.names and time.monotonic() >= self._lost[name]:
+                    self._start(name)
             await asyncio.sleep(LOOK_PERIOD_S)
 
     def _age_s(self, name: str, sign: str) -> float | None:
@@ -232,3 +236,7 @@ class RuntimeKeeper:
         except FileNotFoundError:
             return None
         return age_s if age_s < self._tier.lived_s(name) else None
+
+
+def _say_nothing(sentence: str) -> None:
+    """Say nothing of a runtime whose failure was said."""

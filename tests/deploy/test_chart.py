@@ -358,6 +358,9 @@ def test_a_node_has_time_to_drain_and_memory_for_one_host_cache_and_its_runtimes
     (spec,) = runtime_pods(chart.render({"runtime": runtime})).values()
     (container,) = spec["containers"]
     assert spec["terminationGracePeriodSeconds"] > 300
+    probed = {name: container[name]["exec"]["command"] for name in container if name.endswith("Probe")}
+    assert probed["startupProbe"] == probed["livenessProbe"] == ["probe", "alive"], "one runtime must not end all"
+    assert probed["readinessProbe"] == ["probe", "ready"]
     assert container["resources"] == {
         "requests": {"cpu": "4500m", "memory": f"{200 + 3 * 2148}Mi"},
         "limits": {"memory": f"{200 + 3 * 2148}Mi"},

@@ -155,10 +155,10 @@ resources:
       {{- end }}
 {{- end }}
 
-{{/* By files that the process touches: it listens on no port. `startup`: seconds that it may take. */}}
+{{/* By files that the process touches: it listens on no port. `startup`: seconds that it may take until its sign `sign`. */}}
 {{- define "staccato.signs" -}}
 startupProbe:
-  exec: {command: [probe, ready]}
+  exec: {command: [probe, {{ .sign | default "ready" }}]}
   periodSeconds: 5
   failureThreshold: {{ div .startup 5 }}
 readinessProbe:
