@@ -63,6 +63,9 @@ class SchedulerSettings(BaseSettings):
             least = f"STACCATO_RUNTIMES_LEAST={self.runtimes_least}"
             most = f"STACCATO_RUNTIMES_MOST={self.runtimes_most}"
             raise ValueError(f"{least} is more than {most}: lower it, or raise the other")
+        if self.nodes_scaled and not self.runtimes_most:
+            scaled = f"STACCATO_NODES_SCALED={self.nodes_scaled}"
+            raise ValueError(f"{scaled} without a number of runtimes: set STACCATO_RUNTIMES_MOST, or leave it out")
 
 
 class RuntimeSettings(BaseSettings):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from runtime.config import SchedulerSettings
 from runtime.core.fleet.cluster import Rules
 from runtime.core.fleet.headroom import HEADROOM
 from runtime.core.fleet.rebalance import Load
@@ -242,6 +243,12 @@ def test_the_nodes_that_kubernetes_ends_are_the_nodes_that_the_scheduler_drained
             scaled.busy = {name: 0.0 for name in (set(scaled.busy) - gone) | runtimes(wanted)}
             sizes.append(wanted)
     assert min(sizes[:401]) == 1 and max(sizes) == 12 and sizes[-1] == 1
+
+
+def test_nodes_that_come_and_go_need_a_number_of_runtimes() -> None:
+    with pytest.raises(ValueError, match="NODES_SCALED=pool without a number of runtimes: set STACCATO_RUNTIMES_MOST"):
+        SchedulerSettings(nodes_scaled="pool").check()
+    SchedulerSettings(nodes_scaled="pool", runtimes_most=8).check()
 
 
 def test_the_node_that_would_leave_last_is_taken_back_first() -> None:
