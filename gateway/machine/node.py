@@ -27,6 +27,7 @@ from gateway.ops.supervise import Child, Say, Tier, Tree, unfailing
 from gateway.ops.troubles import Troubles
 from store.contract.joining.proofs import RUNTIME_ID
 from store.settings import PREFIX, SettingsError
+from store.tasks import ended
 from store.telemetry import observe, signs
 
 RETRY_S = 60.0  # pause after a runtime that did not get well
@@ -134,24 +135,19 @@ class MachineNode:
         machine = MachineRuntimes(
             settings, self._names, cache, orders.fileno() if orders else -1, self._devices, self._variables
         )
+        keeper = RuntimeKeeper(tree.start(), machine.child, self._names, self._signs, self._say)
+        giving = asyncio.create_task(signs.give(keeper.ready))  # until the last runtime has drained
         async with signals(tree) as stop:
             try:
                 if served:
                     start_fork_server(tree, settings, served.fileno())
                 for name, share in zip(self._names, self._devices, strict=False):
                     self._say(f"{name} has GPU {', '.join(gpu.shown for gpu in share)}")
-                keeper = RuntimeKeeper(tree.start(), machine.child, self._names, self._signs, self._say)
-                keeper.start()
-                jobs = [asyncio.create_task(job) for job in (keeper.keep(), signs.give(keeper.ready))]
-                try:
-                    await keeper.watch(stop)
-                    self._say("stopping: streams end or move; a second signal kills")
-                    jobs.pop(0).cancel()
-                finally:
-                    await tree.stop()  # signs of life are given until the last runtime has drained
-                    for job in jobs:
-                        job.cancel()
+                await keeper.keep(stop)
+                self._say("stopping: streams end or move; a second signal kills")
             finally:
+                await tree.stop()
+                giving.cancel()
                 troubles.end()
                 os.close(cache)
                 for end in (orders, served):
@@ -180,10 +176,27 @@ class RuntimeKeeper:
         self._lost: dict[str, float] = {}  # runtimes that did not get well → time of the next start
         self._failed = asyncio.Event()
         self._failure = ""  # why the node ends, with `_failed`
+        self._changed: dict[
+            Path, tuple[int, float]
+        ] = {}  # sign → last moment of the file, and when that was seen first
+        self._silent: set[str] = set()  # runtimes that were silent at the last look
 
-    def start(self) -> None:
+    async def keep(self, stop: asyncio.Event) -> None:
+        """Keep the runtimes alive until `stop` is set. Raises OSError, and StartError if no runtime gets well."""
         for name in self._names:
+            for sign in ("alive", "ready"):  # of an earlier node
+                (self._folder / name / sign).unlink(missing_ok=True)
             self._start(name)
+        waits = [asyncio.create_task(event.wait()) for event in (stop, self._failed)]
+        looking = asyncio.create_task(self._look_on())
+        try:
+            await asyncio.wait([looking, *waits], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await ended(*waits, looking)
+        if self._failure:
+            raise StartError(self._failure)
+        if not stop.is_set():
+            looking.result()
 
     def _start(self, name: str) -> None:
         """Start a runtime. The deaths of a runtime that did not get well before are not said again."""
@@ -198,43 +211,39 @@ class RuntimeKeeper:
             self._failure = f"no runtime of this node gets well: {error}"
             self._failed.set()
 
-    async def watch(self, stop: asyncio.Event) -> None:
-        """Wait until `stop` is set. Raises StartError if no runtime gets well."""
-        waits = [asyncio.create_task(event.wait()) for event in (stop, self._failed)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        if self._failure:
-            raise StartError(self._failure)
-
     def ready(self) -> bool:
         """Whether every runtime that gets well has said within SILENT_S seconds that the runtime is ready."""
         ages = [self._age_s(name, "ready") for name in self._names if name not in self._lost]
         return bool(ages) and all(age_s is not None and age_s < SILENT_S for age_s in ages)
 
-    async def keep(self) -> None:
+    async def _look_on(self) -> None:
         """Endless: end runtimes that gave signs of life and give none any more, so that the tier starts them again; and
         start runtimes again that did not get well."""
         while True:
-            for name in self._names:
-                age_s = self._age_s(name, "alive")
+            ages = {name: self._age_s(name, "alive") for name in self._names}
+            silent = {name for name, age_s in ages.items() if age_s is not None and age_s > SILENT_S}
+            for name, age_s in ages.items():
                 if age_s is not None:
                     self._lost.pop(name, None)
-                    if age_s > SILENT_S:
-                        self._say(f"{name} gave no sign of life for {age_s:.0f} s and is started again")
-                        self._tier.restart(name)
                 elif name not in self._tier.names and time.monotonic() >= self._lost[name]:
                     self._start(name)
+                if name in silent & self._silent:  # twice: the whole machine may have stood still before
+                    self._say(f"{name} gave no sign of life for {age_s:.0f} s and is started again")
+                    self._tier.restart(name)
+            self._silent = silent
             await asyncio.sleep(LOOK_PERIOD_S)
 
     def _age_s(self, name: str, sign: str) -> float | None:
-        """Return the seconds since the runtime gave the sign; None: the present process has not given the sign."""
+        """Return the seconds since the runtime was seen to give the sign; None: the present process has not given the
+        sign. No clock that an operator sets is asked."""
+        file, now = self._folder / name / sign, time.monotonic()
         try:
-            age_s = time.time() - (self._folder / name / sign).stat().st_mtime
+            touched_ns = file.stat().st_mtime_ns
         except FileNotFoundError:
             return None
+        if self._changed.get(file, (-1, now))[0] != touched_ns:
+            self._changed[file] = touched_ns, now
+        age_s = now - self._changed[file][1]
         return age_s if age_s < self._tier.lived_s(name) else None
 
 

@@ -204,12 +204,11 @@ class Kept:
 
     @contextlib.asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        self.keeper.start()
-        keeping = asyncio.create_task(self.keeper.keep())
+        self.keeping = asyncio.create_task(self.keeper.keep(asyncio.Event()))
         try:
             yield
         finally:
-            await ended(keeping)
+            await ended(self.keeping)
             await self.tree.stop()
 
 
@@ -232,11 +231,9 @@ async def test_a_runtime_that_gives_no_sign_of_life_is_started_again(tmp_path: P
 async def test_a_runtime_that_does_not_get_well_is_tried_again_and_costs_no_other_runtime(tmp_path: Path) -> None:
     kept = Kept(tmp_path, r1="lives", r2="fails")
     async with kept.kept():
-        watching = asyncio.create_task(kept.keeper.watch(asyncio.Event()))
         await soon(lambda: kept.started.count("r2") >= 3 and kept.keeper.ready())
-        assert not watching.done() and kept.started.count("r1") == 1
+        assert not kept.keeping.done() and kept.started.count("r1") == 1
         assert sum("r2 does not get well, and is tried again" in said for said in kept.said) == 1
-        await ended(watching)
 
 
 @pytest.mark.usefixtures("hurried")
@@ -245,7 +242,7 @@ async def test_a_node_of_which_no_runtime_gets_well_ends_with_the_reason(tmp_pat
     async with kept.kept():
         with pytest.raises(StartError, match=r"no runtime of this node gets well: r\d exited with code 1"):
             async with asyncio.timeout(30):
-                await kept.keeper.watch(asyncio.Event())
+                await kept.keeping
 
 
 def test_a_runtime_has_the_time_of_its_drain_before_it_is_killed(tmp_path: Path) -> None:
