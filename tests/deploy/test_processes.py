@@ -28,16 +28,18 @@ SERVERS = 3
 Start = Callable[..., subprocess.Popen[bytes]]
 
 
-@pytest.fixture(scope="module")
-def rendered(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=[False])
+def rendered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The chart's objects; the parameter says whether runtimes join by proof."""
+    values = {"postgres": {"enabled": True}, "runtime": RUNTIME, "pools": [{"name": "cpu"}]}
     with helm(tmp_path_factory.mktemp("helm")) as started:
-        return started.render({"postgres": {"enabled": True}, "runtime": RUNTIME, "pools": [{"name": "cpu"}]})
+        return started.render(values | {"join": {"enabled": request.param}})
 
 
 @pytest.fixture
 def secrets(tmp_path: Path) -> Path:
     path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
-    command = [DEPLOY / "secrets.sh", tmp_path / "secrets", "db", f"{NODE}:8"]
+    command = [DEPLOY / "secrets.sh", tmp_path / "secrets", "db", f"{NODE}:8", "--join"]
     subprocess.run(command, env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
     (tmp_path / "secrets/platform/STACCATO_DATABASE_URL").write_text(f"sqlite:///{tmp_path}/s.db")
     return tmp_path / "secrets"
@@ -95,7 +97,8 @@ def start_bus(rendered: list[dict[str, Any]], secrets: Path, folder: Path, start
     return ports
 
 
-def test_the_charts_bus_ledger_and_scheduler_run_as_they_are_rendered(
+@pytest.mark.parametrize("rendered", [True], indirect=True)
+def test_the_charts_bus_ledger_scheduler_and_join_service_run_as_they_are_rendered(
     rendered: list[dict[str, Any]], secrets: Path, tmp_path: Path, start: Start
 ) -> None:
     ports = start_bus(rendered, secrets, tmp_path, start)
@@ -115,11 +118,14 @@ def test_the_charts_bus_ledger_and_scheduler_run_as_they_are_rendered(
                 said["STACCATO_NATS_URL"] = said["STACCATO_NATS_URL"].replace(there, f"127.0.0.1:{port}")
             said["STACCATO_NATS_CA"] = str(secrets / "nats/ca.crt")
             said["STACCATO_NATS_CREDENTIALS"] = str(secrets / f"nats/{component}.nk")
+        if component == "join":
+            said["STACCATO_JOIN_ISSUER"] = str(secrets / "nats" / Path(said["STACCATO_JOIN_ISSUER"]).name)
+            said["STACCATO_DATA"] = str(secrets / "platform")  # has the pepper
         return start(sys.executable, "-P", DEPLOY / "docker/staccato", *one["args"], **said)
 
     assert run("migrate").wait(READY_S) == 0
     assert database.revision(f"sqlite:///{tmp_path}/s.db") == database.head()
-    for component in ("ledger", "scheduler"):
+    for component in ("ledger", "scheduler", "join"):
         process = run(component)
         probe, sign = container(rendered, component)["readinessProbe"]["exec"]["command"]
         environment = {"PATH": os.environ["PATH"], "STACCATO_SIGNS": str(tmp_path / component)}
