@@ -103,6 +103,8 @@ class Settings(BaseSettings):
     # With GPUs, the most bytes of the host cache that all runtimes together register with their drivers; 0: no limit.
     cache_pinned: ByteSize = ByteSize(0)
     gpus: _Words = ()  # a runtime for each of these GPUs, by number or UUID; empty: for each GPU of the host
+    tensor_parallel: int = Field(1, ge=1)  # devices of each runtime, over which the runtime's models are split
+    drain_s: float = Field(30.0, gt=0)  # time after SIGTERM for streams of a runtime to end
     policy: str = "slack"
     fork_server: bool = True  # fork the gateway and the device processes from a process that has imported vLLM
     fork_server_fd: int = -1  # inherited socket for orders to a fork server that runs already

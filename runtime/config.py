@@ -49,6 +49,10 @@ class SchedulerSettings(BaseSettings):
     # With `runtimes_most`, the scheduler says how many runtimes there should be:
     runtimes_least: Annotated[int, Field(ge=1)] = 1
     runtimes_most: Annotated[int, Field(ge=0)] = 0  # 0: the scheduler does not
+    # With `nodes_scaled`, runtimes come and go by nodes of `node_runtimes` runtimes: NODES_SCALED-0-r1, -0-r2, -1-r1
+    # and so on, as the pods of a StatefulSet. The node with the highest number goes first.
+    nodes_scaled: str = ""
+    node_runtimes: Annotated[int, Field(ge=1)] = 1
 
     # auto: the scheduler gives runtimes roles while prompts make tokens late, and takes the roles back
     roles: Literal["fixed", "auto"] = "fixed"
@@ -59,6 +63,9 @@ class SchedulerSettings(BaseSettings):
             least = f"STACCATO_RUNTIMES_LEAST={self.runtimes_least}"
             most = f"STACCATO_RUNTIMES_MOST={self.runtimes_most}"
             raise ValueError(f"{least} is more than {most}: lower it, or raise the other")
+        if self.nodes_scaled and not self.runtimes_most:
+            scaled = f"STACCATO_NODES_SCALED={self.nodes_scaled}"
+            raise ValueError(f"{scaled} without a number of runtimes: set STACCATO_RUNTIMES_MOST, or leave it out")
 
 
 class RuntimeSettings(BaseSettings):

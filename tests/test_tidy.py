@@ -54,8 +54,9 @@ MAY_IMPORT = {
     "gateway/joining": "gateway/config.py store/*",
     "gateway/control": "gateway/core gateway/http gateway/inference gateway/streams gateway/billing gateway/imports"
     " gateway/ops runtime/core/* store/*",
-    "gateway/ops": "gateway/config.py gateway/http gateway/streams store/*",
-    "gateway/cli": "gateway/cli/* gateway/config.py gateway/ops runtime/core/* store/*",
+    "gateway/machine": "gateway/config.py gateway/ops store/*",
+    "gateway/ops": "gateway/config.py gateway/http gateway/machine gateway/streams store/*",
+    "gateway/cli": "gateway/cli/* gateway/config.py gateway/machine gateway/ops runtime/core/* store/*",
     "gateway/cli/terminal": "gateway/cli gateway/config.py",
     "gateway/dashboard": "",
     "runtime": "runtime/* store/*",

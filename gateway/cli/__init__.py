@@ -37,6 +37,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "up": serve.up,
     "gateway": serve.gateway,
     "runtime": serve.runtime,
+    "node": serve.node,
     "scheduler": serve.scheduler,
     "ledger": serve.ledger,
     "join-service": serve.join_service,

@@ -63,7 +63,7 @@ def show(found: Profile) -> None:
 
 def _measure(out: Path, models: list[Path]) -> None:
     """Measure in a separate process: only that process waits for vLLM. Its lines go to the terminal."""
-    from gateway.ops.up import module_command
+    from gateway.machine.processes import module_command
 
     command = [*module_command("runtime.profile"), "--out", str(out), *map(str, models)]
     last = ""

@@ -74,6 +74,7 @@ def up(
 ) -> None:
     """Run the whole platform on this machine until Ctrl-C."""
     from gateway.config import load
+    from gateway.machine.processes import StartError
     from gateway.ops import up
     from gateway.ops.variables import unknown
 
@@ -104,7 +105,7 @@ def up(
 
     try:
         code = up.run(settings, note, ready, verbose)
-    except up.UpError as error:
+    except StartError as error:
         raise CliError(str(error), error.exit_code) from error
     raise typer.Exit(code)
 
@@ -127,6 +128,29 @@ def gateway() -> None:
 def runtime() -> None:
     """Run a runtime alone; settings from the environment."""
     _become("runtime.node")
+
+
+def node(
+    runtimes: Annotated[
+        int | None,
+        typer.Option(help="Number of runtimes, else STACCATO_RUNTIMES. Default: one for each GPU, or 1 without GPUs."),
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="GPUs by number or UUID, a runtime for each, as 0,1; without the option, all of the machine"),
+    ] = None,
+) -> None:
+    """Run the runtimes of this machine, with one host cache for all; settings from the environment."""
+    from gateway.config import load
+    from gateway.machine import node
+    from gateway.machine.processes import StartError
+    from store.settings import read
+
+    try:
+        code = node.run(load(runtimes=runtimes, gpus=gpus), read(node.NodeSettings), note, note)
+    except StartError as error:
+        raise CliError(str(error), error.exit_code) from error
+    raise typer.Exit(code)
 
 
 def scheduler() -> None:
@@ -157,7 +181,8 @@ def nats_users(
     """Make the users of a NATS of your own, and certificates for TLS of the server and between runtimes.
 
     Each role's process gets its .nk file as STACCATO_NATS_CREDENTIALS and ca.crt as STACCATO_NATS_CA; each runtime its
-    .crt and .key, too. With --join, the join service gets join.nk and issuer.nk, no other process gets issuer.nk."""
+    .crt and .key, too. With --join, the join service gets join.nk and issuer.nk, no other process gets issuer.nk, and
+    runtime.crt and runtime.key are for the runtimes that join."""
     from gateway.ops import bus_users, certificates
     from store.contract import grants
 
@@ -166,7 +191,8 @@ def nats_users(
     block = (bus_users.make_joining if join else bus_users.make)(folder, users)
     (folder / "users.conf").write_text(block)
     try:
-        made = certificates.make(folder, [user.name for user in runtimes], host or [])
+        joining = ["runtime"] if join else []  # one certificate for all: names of joining runtimes are unknown
+        made = certificates.make(folder, [*joining, *(user.name for user in runtimes)], host or [])
     except ValueError as error:
         raise CliError(str(error)) from error
     (folder / "routes.conf").write_text(certificates.routes_block(folder))
@@ -193,7 +219,7 @@ def migrate(
 
 
 def _become(module: str) -> None:
-    from gateway.ops.up import module_command
+    from gateway.machine.processes import module_command
 
     command = module_command(module)
     os.execv(command[0], command)

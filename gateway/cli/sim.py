@@ -19,7 +19,7 @@ def plan(context: typer.Context) -> None:
 
 
 def _become(command: str, arguments: list[str]) -> NoReturn:
-    from gateway.ops.up import module_command
+    from gateway.machine.processes import module_command
 
     line = [*module_command("runtime.sim"), command, *arguments]
     os.execv(line[0], line)

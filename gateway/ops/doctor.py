@@ -162,7 +162,9 @@ def devices(settings: Settings) -> Finding:
         return Finding("gpus", False, sentence or str(error), fix)
     if there and not gpus.engine_for_gpus():
         return Finding("gpus", True, f"{len(there)} of this host are not used: vLLM's build for CPUs is installed")
-    return Finding("gpus", True, "; ".join(gpu.shown for gpu in taken) or "none: devices are processors")
+    return Finding(
+        "gpus", True, "; ".join(gpu.shown for share in taken for gpu in share) or "none: devices are processors"
+    )
 
 
 def admin_key(settings: Settings) -> Finding:

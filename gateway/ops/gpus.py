@@ -1,4 +1,4 @@
-"""GPUs of this host, as NVIDIA's tool and the kernel tell, and a GPU for each runtime of `staccato up`."""
+"""GPUs of this host, as NVIDIA's tool and the kernel tell, and the GPUs of each runtime of this host."""
 
 from __future__ import annotations
 
@@ -87,28 +87,35 @@ def chosen(wanted: Sequence[str], there: Sequence[Gpu]) -> list[Gpu]:
     return [known[name] for name in wanted]
 
 
-def with_gpus(settings: Settings) -> tuple[Settings, list[Gpu]]:
-    """The settings with a runtime for each GPU, and the GPUs in the order of the runtimes; [] on a host without.
+def with_gpus(settings: Settings) -> tuple[Settings, list[tuple[Gpu, ...]]]:
+    """The settings with as many runtimes as the GPUs bear, and the GPUs of each runtime; [] on a host without.
 
-    A number of runtimes that was set stays, and takes the first GPUs. Raises NoSuchGpu if the GPUs are too few."""
+    A runtime takes `tensor_parallel` GPUs. A number of runtimes that was set stays, and takes the first GPUs. Raises
+    NoSuchGpu if the GPUs are too few."""
     if not settings.gpus and not engine_for_gpus():
         return settings, []
-    gpus = chosen(settings.gpus, found())
+    gpus, each = chosen(settings.gpus, found()), settings.tensor_parallel
     if not gpus:
         return settings, []
+    shares = [tuple(gpus[first : first + each]) for first in range(0, len(gpus) - each + 1, each)]
+    if not shares:
+        raise NoSuchGpu(f"{PREFIX}TENSOR_PARALLEL={each} is more than the {len(gpus)} GPUs of this host: lower it")
     if "runtimes" not in settings.model_fields_set:
-        least = {"runtimes": len(gpus)}
-        most = {} if "runtimes_most" in settings.model_fields_set else {"runtimes_most": len(gpus)}
+        least = {"runtimes": len(shares)}
+        most = {} if "runtimes_most" in settings.model_fields_set else {"runtimes_most": len(shares)}
         settings = settings.model_copy(update=least | most)
-    if settings.runtimes_most > len(gpus):
+    if settings.runtimes_most > len(shares):
+        share = "a GPU" if each == 1 else f"{each} GPUs"
         raise NoSuchGpu(
-            f"{settings.runtimes_most} runtimes need a GPU each, and there are {len(gpus)}: lower {PREFIX}RUNTIMES, "
+            f"{settings.runtimes_most} runtimes need {share} each, and there are {len(gpus)}: lower {PREFIX}RUNTIMES, "
             f"or name more with {PREFIX}GPUS"
         )
-    return settings, gpus
+    return settings, shares
 
 
-def told(gpu: Gpu) -> dict[str, str]:
-    """Variables of the runtime that has `gpu`."""
-    node = {} if gpu.node is None else {PREFIX + "NUMA_NODE": str(gpu.node)}
-    return {"CUDA_VISIBLE_DEVICES": gpu.uuid} | node
+def told(gpus: Sequence[Gpu]) -> dict[str, str]:
+    """Variables of the runtime that has `gpus`. A runtime with GPUs beside several nodes is bound to no node."""
+    nodes = {gpu.node for gpu in gpus}
+    node = nodes.pop() if len(nodes) == 1 else None
+    bound = {} if node is None else {PREFIX + "NUMA_NODE": str(node)}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in gpus)} | bound

@@ -204,6 +204,10 @@ class Tier:
         if name in self._kept:
             self._kept[name].restart()
 
+    def lived_s(self, name: str) -> float:
+        """Return the seconds since the last start of the child named `name`; 0 if the child is not kept."""
+        return time.monotonic() - self._kept[name].started_s if name in self._kept else 0.0
+
     async def stop(self) -> None:
         await asyncio.gather(*(kept.stop(self._hurry) for kept in self._kept.values()))
 
@@ -225,6 +229,7 @@ class _Kept:
         self._child, self._log, self._say, self._troubles, self._forks = child, log, say, troubles, forks
         self.name = child.name
         self._restarting = False
+        self.started_s = time.monotonic()  # moment of the last start
         self._process: asyncio.subprocess.Process | ForkedProcess | None = None
         self._stopping = asyncio.Event()
         self.task = asyncio.create_task(self._keep())
@@ -232,14 +237,14 @@ class _Kept:
     async def _keep(self) -> None:
         restarts = Restarts(needed=self._child.needed)
         while not self._stopping.is_set():
-            started_s = time.monotonic()
+            self.started_s = time.monotonic()
             ended = _ended(await self._live())
             if self._stopping.is_set():
                 return
             if self._restarting:
                 self._restarting = False
                 continue
-            lived_s = time.monotonic() - started_s
+            lived_s = time.monotonic() - self.started_s
             restarts = restarts.died(lived_s)
             if restarts.hopeless:
                 raise GaveUp(f"{self.name} {ended} {restarts.deaths} times in a row{self._last_words()}")

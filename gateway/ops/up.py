@@ -7,20 +7,27 @@ fork server → nats → ledger → runtimes → scheduler → gateways.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import fcntl
 import functools
 import os
-import signal
 import socket
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from gateway.config import Settings, admin_key, pepper
 from gateway.http.reserve import free_bytes
+from gateway.machine.processes import (
+    CONFLICT,
+    StartError,
+    environment,
+    locked,
+    module_command,
+    orders_of,
+    signals,
+    start_fork_server,
+)
+from gateway.machine.runtimes import MachineRuntimes, host_cache
 from gateway.ops import bus_servers, bus_users, fleet_keeper, gpus, listening
 from gateway.ops.asking import get
 from gateway.ops.bus_store import BusStore
@@ -33,29 +40,17 @@ from store.fork import client as fork
 from store.settings import PREFIX
 from store.telemetry import observe
 
-CONFLICT, RETRYABLE = 4, 75  # exit codes of the command line
+RETRYABLE = 75  # exit code of the command line
 MIGRATION_LOCK_S = 5.0  # longest wait for another process holding the database's lock
 READY_PERIOD_S = 0.1
 
-# Settings told to each role. A runtime never learns the database's address or the operator's key.
-RUNTIME_SETTINGS = (
-    *("nats_url", "nats_ca", "nats_replicas", "device_memory", "host_cache", "disk_cache", "disk_folder", "policy"),
-    *("journal", "log_level", "fork_server"),
-)
+# Settings told to the roles; `gateway/machine/runtimes.py` has the settings of a runtime.
 SCHEDULER_SETTINGS = ("nats_url", "nats_ca", "nats_replicas", "roles", "log_level")
 LEDGER_SETTINGS = ("nats_url", "nats_ca", "nats_replicas", "database_url", "request_days", "log_level")
 
 
-class UpError(Exception):
-    """Reason for a failed start of the platform, in a sentence with the remedy."""
-
-    def __init__(self, message: str, exit_code: int = 1) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 def run(settings: Settings, say: Say, ready: Say, verbose: bool = False) -> int:
-    """Run the platform until a signal, and return the exit code. Raises UpError, SettingsError.
+    """Run the platform until a signal, and return the exit code. Raises StartError, SettingsError.
 
     `ready` is called once with the URL, `say` with each event. A failure of either is
     ignored, and the sentence is lost.
@@ -70,13 +65,13 @@ def run(settings: Settings, say: Say, ready: Say, verbose: bool = False) -> int:
             prepare(settings)
             return asyncio.run(serve(settings, say, ready, verbose, devices))
     except (gpus.NoSuchGpu, bus_servers.NoServers) as error:
-        raise UpError(str(error)) from error
+        raise StartError(str(error)) from error
     except GaveUp as error:
-        raise UpError(str(error)) from error
+        raise StartError(str(error)) from error
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         space = "free some space or " if error.errno == errno.ENOSPC else ""
-        raise UpError(f"{where}{error.strerror}: {space}choose another folder with --data") from error
+        raise StartError(f"{where}{error.strerror}: {space}choose another folder with --data") from error
     finally:
         os.umask(before)
 
@@ -84,60 +79,24 @@ def run(settings: Settings, say: Say, ready: Say, verbose: bool = False) -> int:
 # ── before anything starts ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@contextlib.contextmanager
-def locked(data: Path) -> Iterator[None]:
-    """Hold DATA as long as this process lives. Raises UpError if another `up` holds the folder."""
-    data.mkdir(parents=True, exist_ok=True, mode=0o700)
-    close_to_others(data)
-    with open(data / "up.lock", "a+", opener=_private) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise UpError(
-                f"{data} is served by another `staccato up` (pid {file.read().strip() or 'unknown'}): "
-                "stop that one or choose another folder with --data",
-                CONFLICT,
-            ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        yield
-
-
-# Files left readable for other users by an earlier version.
-PRIVATE = ("up.lock", "nats.conf", "staccato.db", "staccato.db-wal", "staccato.db-shm")
-
-
-def close_to_others(data: Path) -> None:
-    """Make private files of the data folder readable only for the platform's user, whatever mode the folder gets."""
-    for name in PRIVATE:
-        with contextlib.suppress(FileNotFoundError):
-            (data / name).chmod(0o600)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 def prepare(settings: Settings) -> None:
-    """Make what the children need, and look for obstacles to a start. Raises UpError."""
+    """Make what the children need, and look for obstacles to a start. Raises StartError."""
     free = free_bytes(settings.data)
     if free < settings.disk_reserve:
         needed = f"at least {settings.disk_reserve >> 20} MiB are needed"
-        raise UpError(
+        raise StartError(
             f"the disk of {settings.data} has {free >> 20} MiB free, {needed}: "
             "free some space or choose another folder with --data"
         )
     if refusal := listening.port_refusal(settings.host, settings.port):
-        raise UpError(refusal, CONFLICT)
+        raise StartError(refusal, CONFLICT)
     admin_key(settings)
     pepper(settings)
     migrate(settings)
 
 
 def listening_sockets(settings: Settings) -> list[socket.socket]:
-    """Open the sockets that all gateways share. Raises UpError."""
+    """Open the sockets that all gateways share. Raises StartError."""
     try:
         return listening.opened(settings.host, settings.port)
     except OSError as error:
@@ -145,7 +104,7 @@ def listening_sockets(settings: Settings) -> list[socket.socket]:
             listening.port_refusal(settings.host, settings.port)
             or f"cannot listen on port {settings.port}: {error.strerror}"
         )
-        raise UpError(detail, CONFLICT) from error
+        raise StartError(detail, CONFLICT) from error
 
 
 def migrate(settings: Settings) -> None:
@@ -161,16 +120,18 @@ def migrate(settings: Settings) -> None:
     try:
         asyncio.run(bring_to_head())
     except DatabaseError as error:
-        raise UpError(str(error), RETRYABLE if isinstance(error, DatabaseLocked) else 1) from error
+        raise StartError(str(error), RETRYABLE if isinstance(error, DatabaseLocked) else 1) from error
 
 
 # ── the tree ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def serve(settings: Settings, say: Say, ready: Say, verbose: bool, devices: Sequence[gpus.Gpu] = ()) -> int:
+async def serve(
+    settings: Settings, say: Say, ready: Say, verbose: bool, devices: Sequence[Sequence[gpus.Gpu]] = ()
+) -> int:
     """Start the children, wait for a signal, stop the children.
 
-    `devices` are the GPUs of the runtimes, in the order of the runtimes; empty: the runtimes have no GPUs. A second
+    `devices` are the GPUs of each runtime, in the order of the runtimes; empty: the runtimes have no GPUs. A second
     signal kills the children; the exit code is then 130, else 0.
     """
     started_s = time.monotonic()
@@ -200,8 +161,8 @@ async def serve(settings: Settings, say: Say, ready: Say, verbose: bool, devices
                 url = await bus_servers.start(tree, settings, environment(settings, ()), authorization)
                 own = {"nats_url": url, "nats_credentials": users_folder(settings)}
                 settings = settings.model_copy(update=own)
-            for name, gpu in zip(runtime_ids(settings), devices, strict=False):
-                say(f"{name} has GPU {gpu.shown}")
+            for name, own_gpus in zip(runtime_ids(settings), devices, strict=False):
+                say(f"{name} has GPU {', '.join(gpu.shown for gpu in own_gpus)}")
             fds = [each.fileno() for each in ports]
             keeper = start_roles(tree, settings, say, fds, orders.fileno() if orders else -1, devices)
             attending = asyncio.create_task(attend(settings, keeper, started_s, say, ready))
@@ -219,32 +180,6 @@ async def serve(settings: Settings, say: Say, ready: Say, verbose: bool, devices
                 if end is not None:
                     end.close()
     return 130 if tree.killed else 0
-
-
-@contextlib.asynccontextmanager
-async def signals(tree: Tree) -> AsyncIterator[asyncio.Event]:
-    """Yield the event set by the first SIGTERM or SIGINT; a second signal kills the children."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: tree.kill() if stop.is_set() else stop.set())
-    yield stop
-
-
-def orders_of(settings: Settings) -> tuple[socket.socket | None, socket.socket | None]:
-    """Return both ends of the socket for orders to the fork server.
-
-    The server's end is None if the platform is to use a server that runs already; both are None without a server."""
-    if settings.fork_server_fd >= 0:
-        return socket.socket(fileno=settings.fork_server_fd), None
-    return fork.sockets() if settings.fork_server else (None, None)
-
-
-def start_fork_server(tree: Tree, settings: Settings, orders: int) -> None:
-    """Start the fork server with the socket `orders`. The platform does without a server that keeps dying."""
-    told = environment(settings, ()) | fork.VARIABLES
-    server = Child("fork-server", fork.server_command(orders), told, fds=(orders,), needed=False)
-    tree.start().start(server, lambda name, error: None)
 
 
 def users_folder(settings: Settings) -> Path:
@@ -270,7 +205,7 @@ def start_roles(
     say: Say,
     ports: Sequence[int],
     forks: int = -1,
-    devices: Sequence[gpus.Gpu] = (),
+    devices: Sequence[Sequence[gpus.Gpu]] = (),
 ) -> FleetKeeper | None:
     """Start every role, and return the keeper of the number of runtimes; None: the number stays as it is.
 
@@ -278,9 +213,10 @@ def start_roles(
     there is no fork server."""
     told = environment(settings, LEDGER_SETTINGS) | credentials(settings, grants.LEDGER)
     tree.start(Child("ledger", module_command("store.db.ledger"), told, stop_s=15))
-    cache, names = host_cache(settings), runtime_ids(settings)
-    of_name = functools.partial(runtime, settings, cache, forks, devices=devices)
-    runtimes = tree.start(*map(of_name, names[: settings.runtimes]))
+    names = runtime_ids(settings)
+    own = functools.partial(runtime_variables, settings)
+    machine = MachineRuntimes(settings, names, host_cache(settings), forks, devices, own)
+    runtimes = tree.start(*map(machine.child, names[: settings.runtimes]))
     if len(names) > 1:
         told = environment(settings, SCHEDULER_SETTINGS) | credentials(settings, grants.SCHEDULER)
         tree.start(Child("scheduler", module_command("runtime.scheduler"), told | scaling_bounds(settings)))
@@ -288,7 +224,7 @@ def start_roles(
     if not settings.elastic:
         return None
     ask = functools.partial(fleet_keeper.ask, settings, admin_key(settings))
-    return FleetKeeper(runtimes, of_name, names, ask, say)
+    return FleetKeeper(runtimes, machine.child, names, ask, say)
 
 
 def gateway(settings: Settings, ports: Sequence[int], number: int) -> Child:
@@ -310,26 +246,12 @@ def runtime_ids(settings: Settings) -> list[str]:
     return [f"r{number}" for number in range(1, settings.runtimes_most + 1)]
 
 
-def host_cache(settings: Settings) -> int:
-    """Return the host cache that the runtimes share: a file without a name, with memory allocated on use."""
-    cache = os.memfd_create("staccato-host-cache")
-    os.ftruncate(cache, settings.host_cache)
-    return cache
-
-
-def runtime(settings: Settings, cache: int, forks: int, name: str, devices: Sequence[gpus.Gpu] = ()) -> Child:
-    own = {PREFIX + "RUNTIME_ID": name, PREFIX + "HOST_CACHE_FD": str(cache)}
-    own[PREFIX + "CACHE_PINNED"] = str(settings.cache_pinned // max(1, settings.runtimes_most))
-    if devices:
-        own |= gpus.told(devices[runtime_ids(settings).index(name)])
+def runtime_variables(settings: Settings, name: str) -> dict[str, str]:
+    """Return the variables of the runtime `name` alone: credentials, and the role where an operator chose roles."""
+    told = credentials(settings, grants.runtime(name))
     if settings.prefill:
-        own[PREFIX + "ROLE"] = "prefill" if name in runtime_ids(settings)[: settings.prefill] else "decode"
-    told = environment(settings, RUNTIME_SETTINGS) | credentials(settings, grants.runtime(name))
-    fds: tuple[int, ...] = (cache,)
-    if forks >= 0:
-        own[PREFIX + "FORK_SERVER_FD"] = str(forks)
-        fds += (forks,)
-    return Child(name, module_command("runtime.node"), told | own, stop_s=40, fds=fds)
+        told[PREFIX + "ROLE"] = "prefill" if name in runtime_ids(settings)[: settings.prefill] else "decode"
+    return told
 
 
 def scaling_bounds(settings: Settings) -> dict[str, str]:
@@ -338,27 +260,6 @@ def scaling_bounds(settings: Settings) -> dict[str, str]:
         return {}
     bounds = {"RUNTIMES_LEAST": settings.runtimes, "RUNTIMES_MOST": settings.runtimes_most}
     return {PREFIX + name: str(bound) for name, bound in bounds.items()}
-
-
-def module_command(name: str) -> tuple[str, ...]:
-    """Return a command for a module. -P: Python ignores a folder of the same name in the working directory."""
-    return (sys.executable, "-P", "-m", name)
-
-
-def environment(settings: Settings, names: tuple[str, ...]) -> dict[str, str]:
-    """Return the gateway's environment with the resolved settings `names`, and without any other setting."""
-    ours = {PREFIX + name.upper() for name in Settings.model_fields}
-    inherited = {name: value for name, value in os.environ.items() if name not in ours}
-    values = {name: getattr(settings, name) for name in names}
-    return inherited | {PREFIX + name.upper(): _text(value) for name, value in values.items() if value is not None}
-
-
-def _text(value: object) -> str:
-    if isinstance(value, list):
-        return os.pathsep.join(map(str, value))
-    if isinstance(value, tuple):
-        return ",".join(value)
-    return value.get_secret_value() if hasattr(value, "get_secret_value") else str(value)
 
 
 # ── ready ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -56,7 +57,9 @@ class LeasedFleet:
 
     In the cluster runtimes are numbered devices; numbers of forgotten runtimes are used again."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, nodes: str = "") -> None:
+        """`nodes`: name of the nodes that come and go, without the number; "": runtimes come and go by themselves."""
+        self._nodes = re.compile(rf"{re.escape(nodes)}-(\d+)-r\d+") if nodes else None
         self.cluster = Cluster(0, {}, rules)
         self.placing = Placing()
         self._numbers: dict[str, int] = {}
@@ -150,7 +153,13 @@ class LeasedFleet:
             least_bytes=min([s.least_bytes for _, s in models if s.least_bytes is not None], default=None),
             lacking=self._lacking(lease),
             roles=self._role_view(number, lease, now) if self.cluster.rules.roles else None,
+            node=self._node(lease.runtime),
         )
+
+    def _node(self, runtime: str) -> int | None:
+        """Number of the runtime's node; None: the runtime is of no node that comes and goes."""
+        found = self._nodes.fullmatch(runtime) if self._nodes else None
+        return int(found[1]) if found else None
 
     def _role_view(self, number: int, lease: wire.Lease, now: float) -> RoleView:
         attained, states = lease.attainment.values(), lease.models.items()
@@ -225,7 +234,8 @@ class LeasedFleet:
                 self.surplus.add(self._names[device])
                 return [(self._names[device], wire.Drain(on=True))]
             case Join(count):
-                again = sorted(self.surplus)[:count]  # surplus runtimes are still present
+                # Surplus runtimes are still present. The node that would leave last comes back first.
+                again = sorted(self.surplus, key=lambda id: (self._node(id) or 0, id))[:count]
                 self.surplus.difference_update(again)
                 return [(runtime, wire.Drain(on=False)) for runtime in again]
             case RoleOrder(device, role):
@@ -248,9 +258,10 @@ class LeasedFleet:
 class Scheduler:
     """Scheduler process: takes the lead if no process has the lead, and gives orders while leading."""
 
-    def __init__(self, bus: Bus, rules: Rules, name: str) -> None:
+    def __init__(self, bus: Bus, rules: Rules, name: str, nodes: str = "") -> None:
+        """`nodes`: as for `LeasedFleet`."""
         self._bus, self._rules, self._name = bus, rules, name
-        self._fleet = LeasedFleet(rules)
+        self._fleet = LeasedFleet(rules, nodes)
         self._term = 0  # term of this lead; 0: this process does not lead
         self._last = 0  # revision of the leader's key when the lead was last kept
         self._placed = 0  # last term in which every place was written
@@ -382,10 +393,13 @@ async def serve(settings: SchedulerSettings) -> None:
     name = f"scheduler-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     identity = (grants.SCHEDULER, settings.nats_credentials, settings.nats_ca, settings.nats_replicas)
     async with Bus.connect(settings.nats_url, name, *identity) as bus:
-        band = Band(settings.runtimes_least, settings.runtimes_most) if settings.runtimes_most else None
+        each = settings.node_runtimes if settings.nodes_scaled else None
+        band = None
+        if settings.runtimes_most:
+            band = Band(settings.runtimes_least, settings.runtimes_most, node_devices=each)
         giving = asyncio.create_task(signs.give(lambda: bus.connected))
         roles = RoleRule() if settings.roles == "auto" else None
-        await Scheduler(bus, Rules(migrate=True, band=band, roles=roles), name).run(stop)
+        await Scheduler(bus, Rules(migrate=True, band=band, roles=roles), name, settings.nodes_scaled).run(stop)
         await ended(giving)
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
+from cryptography import x509
 
+from gateway.machine.node import NodeSettings
 from tests.conftest import ROOT
 from tests.deploy.tools import DEPLOY, program
 
@@ -91,7 +93,7 @@ def test_secrets_are_made_once_and_only_their_owner_reaches_them(secrets: Path) 
     assert url == f"postgresql://staccato:{password}@postgres/staccato" and len(password) == 64
     assert secrets.stat().st_mode & 0o077 == 0
     before = {file: file.read_text() for file in secrets.rglob("*") if file.is_file()}
-    make_secrets(secrets, "r1", "r2")
+    make_secrets(secrets, "r1", "r2", "--join")
     after = {file: file.read_text() for file in before}
     changed = [file.name for file in before if before[file] != after[file]]
     assert changed == ["users.conf"] and (secrets / "nats/runtime-r2.nk").exists()
@@ -100,7 +102,7 @@ def test_secrets_are_made_once_and_only_their_owner_reaches_them(secrets: Path) 
 @pytest.fixture(scope="module")
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made") / "secrets"
-    make_secrets(folder, "r1")
+    make_secrets(folder, "r1", "--join")
     return folder
 
 
@@ -108,3 +110,30 @@ def make_secrets(folder: Path, *runtimes: str) -> None:
     path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
     command = [DEPLOY / "secrets.sh", folder, "postgres", *runtimes]
     subprocess.run(command, env=os.environ | {"PATH": path}, check=True, capture_output=True)
+
+
+def test_a_node_and_its_join_service_have_the_files_and_the_settings_that_both_need(
+    compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, join = compose["services"]["node"], compose["services"]["join"]
+    for name, value in node["environment"].items():
+        if name.startswith("STACCATO_"):
+            monkeypatch.setenv(name, re.sub(r"\$\{\w+:-(.*)\}", r"\1", str(value)))
+    own = NodeSettings()
+    own.check(8)
+    targets = {volume.rpartition(":/")[2].removesuffix(":ro") for volume in node["volumes"]}
+    for name in ("STACCATO_NATS_CREDENTIALS", "STACCATO_JOIN_TOKEN_FILE"):
+        assert any(own.variables(8)[name].startswith(f"/{target}/") for target in targets), name
+    assert own.variables(8)["STACCATO_JOIN_TOKEN_FILE"].endswith(own.runtime_ids(8)[7])
+    given = {secret if isinstance(secret, str) else secret["target"] for secret in join["secrets"]}
+    files = {Path(value).name for value in join["environment"].values() if str(value).startswith("/run/secrets/")}
+    assert files <= {*given, "nats_ca"} and "gateway:/var/lib/staccato:ro" in join["volumes"]
+
+
+def test_a_node_is_named_as_a_whole_where_secrets_are_made(tmp_path: Path) -> None:
+    make_secrets(tmp_path / "made", "st-runtime-gpu-0:2", "r9")
+    seeds = {file.name for file in (tmp_path / "made/nats").glob("runtime-*.nk")}
+    assert seeds == {"runtime-st-runtime-gpu-0-r1.nk", "runtime-st-runtime-gpu-0-r2.nk", "runtime-r9.nk"}
+    names = x509.load_pem_x509_certificate((tmp_path / "made/nats/nats.crt").read_bytes()).extensions
+    hosts = names.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(x509.DNSName)
+    assert {"nats", "st-nats", "st-nats-4.st-nats"} <= set(hosts)

@@ -69,9 +69,10 @@ def within_sentences(document: str) -> Iterator[str]:
 
 
 def words(command: str) -> list[str]:
-    """The words of the program that a command runs: without settings before the program, without pipes and
-    redirections."""
-    found = shlex.split(command)
+    """The words of the program that a command runs: without a loop around, without settings before the program, without
+    pipes and redirections."""
+    loop = re.fullmatch(r"for \w+ in [^;]+; do (.*); done", command)
+    found = shlex.split(loop[1] if loop else command)
     while found and re.fullmatch(r"\w+=.*", found[0]):
         del found[0]
     for place, word in enumerate(found):

@@ -162,6 +162,6 @@ CHECKS: dict[str, Callable[[list[str], Path, bool], str | None]] = {
     "kubectl": wrong_kubectl,
     "docker": wrong_docker,
     "systemctl": wrong_systemctl,
-    **dict.fromkeys(("cd", "cp", "echo", "install", "useradd"), wrong_path),
+    **dict.fromkeys(("cd", "chown", "cp", "install", "mkdir", "useradd"), wrong_path),
     **dict.fromkeys(("../secrets.sh", "/opt/staccato/deploy/secrets.sh"), wrong_path),
 }

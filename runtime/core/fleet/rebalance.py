@@ -64,6 +64,7 @@ class Load(msgspec.Struct, frozen=True):
     least_bytes: float | None = None  # usage of the smallest request that may move; None: single requests are unknown
     lacking: dict[ModelKey, LackingModel] = {}
     roles: RoleView | None = None  # for the choice of roles, if roles are chosen
+    node: int | None = None  # number of the device's node, if whole nodes come and go; None: the device stays
 
     @property
     def requests(self) -> int:
@@ -150,11 +151,13 @@ def pooled(fleet: DevicesTotal, idle: int = 0) -> float:
     return steps(fleet.free_bytes + idle * fleet.kv_bytes / count, fleet.step_bytes, fleet.busy / (count + idle))
 
 
-def without(fleet: DevicesTotal, leaving: Load) -> float:
-    """Freeness of the fleet after the device has left and its requests have moved to the remaining devices."""
-    if fleet.devices == 1:
-        return -_NEVER if leaving.requests else _NEVER
-    return steps(fleet.free_bytes - leaving.kv_bytes, fleet.step_bytes, fleet.busy / (fleet.devices - 1))
+def without(fleet: DevicesTotal, leaving: Sequence[Load]) -> float:
+    """Freeness of the fleet after the devices have left and their requests have moved to the remaining devices."""
+    remaining = fleet.devices - len(leaving)
+    if remaining == 0:
+        return -_NEVER if any([load.requests for load in leaving]) else _NEVER
+    freed = sum([load.kv_bytes for load in leaving])
+    return steps(fleet.free_bytes - freed, fleet.step_bytes, fleet.busy / remaining)
 
 
 # ── who to whom ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,6 +4,9 @@ If freeness is below the band for some checks in a row, devices join; above the 
 compared with the freeness of the fleet without the leaving device, so a step down is never followed by a step up under
 equal load. Every waiting request counts, since more devices would serve waiting requests. Devices may join without a
 pause after the last change: devices asked for are counted already.
+
+Devices may come and go by nodes, whole machines of several devices. The node with the highest number leaves, whatever
+its load, because a program that runs nodes under numbers ends the highest number.
 """
 
 from __future__ import annotations
@@ -27,10 +30,12 @@ class Band(msgspec.Struct, frozen=True):
     high_checks: int = 6  # checks in a row above the band before a device leaves
     cooldown_s: float = 10.0  # pause after a change before a device leaves
     leaving_most: int | None = None  # devices leaving at a time; None: any number
+    node_devices: int | None = None  # devices of a node, which join and leave together; None: each device by itself
 
     def __post_init__(self) -> None:
         assert 1 <= self.least <= self.most, f"a fleet of {self.least} to {self.most} devices"
         assert self.low_steps < self.high_steps, "the band has no inside"
+        assert self.node_devices is None or self.node_devices > 0, "a node without devices"
         assert self.leaving_most is None or self.leaving_most > 0, "a fleet of which nobody may leave"
 
 
@@ -66,16 +71,25 @@ class FleetScaling:
         if not loads:
             return NOTHING
         fleet = total(loads)
-        victim = min(loads, key=lambda load: (load.running + load.waiting, -load.device))
-        may = band.leaving_most is None or leaving < band.leaving_most
-        high = may and count > band.least and not joining and without(fleet, victim) > band.high_steps
+        victims = self._victims(loads)
+        may = bool(victims) and (band.leaving_most is None or leaving < band.leaving_most)
+        may = may and count - len(victims) >= band.least and not joining
+        high = may and without(fleet, victims) > band.high_steps
         low = pooled(fleet, joining) < band.low_steps
         self._low, self._high = (self._low + 1 if low else 0), (self._high + 1 if high else 0)
         if self._low >= band.low_checks and count < band.most:
-            return self._changed(FleetChange(join=min(self._short(fleet, joining), band.most - count)), now)
+            short = whole_nodes(self._short(fleet, joining), band.node_devices)
+            return self._changed(FleetChange(join=min(short, band.most - count)), now)
         if self._high >= band.high_checks and now >= self._quiet_until:
-            return self._changed(FleetChange(leave=(victim.device,)), now)
+            return self._changed(FleetChange(leave=tuple([load.device for load in victims])), now)
         return NOTHING
+
+    def _victims(self, loads: Sequence[Load]) -> list[Load]:
+        """Devices that would leave next: the device with the fewest requests, or all devices of the last node."""
+        if self._band.node_devices is None:
+            return [min(loads, key=lambda load: (load.running + load.waiting, -load.device))]
+        last = max([load.node for load in loads if load.node is not None], default=None)
+        return [] if last is None else [load for load in loads if load.node == last]
 
     def _changed(self, change: FleetChange, now: float) -> FleetChange:
         self._low = self._high = 0
@@ -88,3 +102,9 @@ class FleetScaling:
         wanted_bytes = fleet.kv_bytes - fleet.free_bytes + low * fleet.step_bytes
         wanted_time = fleet.busy / (1 - min(0.9, low / FULL_STEPS))
         return max(1, math.ceil(max(wanted_bytes / each, wanted_time)) - fleet.devices - joining)
+
+
+def whole_nodes(devices: int, node_devices: int | None) -> int:
+    """Number of devices of so many whole nodes that `devices` devices are among them."""
+    each = node_devices or 1
+    return math.ceil(devices / each) * each

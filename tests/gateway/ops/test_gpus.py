@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config import load
+from gateway.machine.runtimes import MachineRuntimes
 from gateway.ops import doctor, gpus, up
 from runtime.memory import numa
 
@@ -37,8 +38,9 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def environments(tmp_path: Path, **given: object) -> list[dict[str, str]]:
     settings, devices = gpus.with_gpus(load(data=tmp_path, **given))
-    names = up.runtime_ids(settings)[: settings.runtimes]
-    return [dict(up.runtime(settings, 0, -1, name, devices).environment) for name in names]
+    names = up.runtime_ids(settings)
+    machine = MachineRuntimes(settings, names, 0, -1, devices, lambda name: {})
+    return [dict(machine.child(name).environment) for name in names[: settings.runtimes]]
 
 
 def test_each_gpu_has_a_runtime_that_sees_no_other(host: Path, tmp_path: Path) -> None:
@@ -55,12 +57,25 @@ def test_named_gpus_alone_are_taken_in_their_order(host: Path, tmp_path: Path) -
     assert [told["CUDA_VISIBLE_DEVICES"] for told in environments(tmp_path, runtimes=1)] == ["GPU-aa"]
 
 
+def test_a_runtime_of_two_gpus_sees_both_and_is_bound_to_a_node_only_if_both_have_the_node(
+    host: Path, tmp_path: Path
+) -> None:
+    (told,) = environments(tmp_path, tensor_parallel=2)
+    assert (told["CUDA_VISIBLE_DEVICES"], told["STACCATO_TENSOR_PARALLEL"]) == ("GPU-aa,GPU-bb", "2")
+    assert "STACCATO_NUMA_NODE" not in told
+    (host / "0001:5e:00.0/numa_node").write_text("0\n")
+    (told,) = environments(tmp_path, tensor_parallel=2)
+    assert told["STACCATO_NUMA_NODE"] == "0"
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
         ({"gpus": "0,7"}, "there is no GPU 7, this host has 0, 1"),
         ({"gpus": "1,1"}, "name each GPU once"),
         ({"runtimes": 3}, "3 runtimes need a GPU each, and there are 2"),
+        ({"runtimes": 2, "tensor_parallel": 2}, "2 runtimes need 2 GPUs each, and there are 2"),
+        ({"tensor_parallel": 4}, "TENSOR_PARALLEL=4 is more than the 2 GPUs of this host"),
     ],
 )
 def test_gpus_that_are_not_there_are_refused(

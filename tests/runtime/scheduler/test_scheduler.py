@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from runtime.config import SchedulerSettings
 from runtime.core.fleet.cluster import Rules
 from runtime.core.fleet.headroom import HEADROOM
 from runtime.core.fleet.rebalance import Load
@@ -213,6 +214,52 @@ def test_a_runtime_that_drains_is_taken_back_before_another_is_wished_for() -> N
     said = scaled.go_on(20)
     assert (runtime, wire.Drain(on=False)) in said
     assert scaled.wish[0] >= 3 and not scaled.wish[1]
+
+
+EACH, FIXED = 2, 1  # runtimes of a node; runtimes of other pools
+
+
+def test_the_nodes_that_kubernetes_ends_are_the_nodes_that_the_scheduler_drained() -> None:
+    """A StatefulSet keeps the pods with the lowest numbers, and an autoscaler asks for as many as the metric, less the
+    runtimes of other pools, divided by a node's runtimes: both rules stand in this test for a cluster."""
+
+    def runtimes(nodes: int) -> set[str]:
+        return {f"st-runtime-h100-{node}-r{number}" for node in range(nodes) for number in range(1, EACH + 1)}
+
+    fleet = LeasedFleet(Rules(band=Band(FIXED + EACH, FIXED + 12 * EACH, node_devices=EACH)), "st-runtime-h100")
+    scaled = Scaled(fleet, busy=dict.fromkeys([*runtimes(11), "st-runtime-h200-0-r1"], 0.0))
+    sizes = [11]
+    for load in (0.0, 1.2, 0.0):
+        for _ in range(400):
+            scaled.busy = dict.fromkeys(scaled.busy, load)
+            scaled.go_on(1)
+            wanted = -(-(scaled.wish[0] - FIXED) // EACH)
+            assert (scaled.wish[0] - FIXED) % EACH == 0, "no node is half wanted"
+            there = {name for name in scaled.busy if "h100" in name}
+            gone = there - runtimes(wanted)
+            assert gone <= scaled.draining, "a node that serves is ended"
+            assert there - gone == there - scaled.draining, "a drained node is kept"
+            scaled.draining = scaled.draining - gone
+            scaled.busy = {name: 0.0 for name in (set(scaled.busy) - gone) | runtimes(wanted)}
+            sizes.append(wanted)
+    assert min(sizes[:401]) == 1 and max(sizes) == 12 and sizes[-1] == 1
+
+
+def test_nodes_that_come_and_go_need_a_number_of_runtimes() -> None:
+    with pytest.raises(ValueError, match="NODES_SCALED=pool without a number of runtimes: set STACCATO_RUNTIMES_MOST"):
+        SchedulerSettings(nodes_scaled="pool").check()
+    SchedulerSettings(nodes_scaled="pool", runtimes_most=8).check()
+
+
+def test_the_node_that_would_leave_last_is_taken_back_first() -> None:
+    names = [f"p-{node}-r{number}" for node in (2, 9, 10) for number in (1, 2)]
+    fleet = LeasedFleet(Rules(band=Band(2, 8, node_devices=2)), "p")
+    scaled = Scaled(fleet, busy=dict.fromkeys(names, 0.0))
+    drained = [runtime for runtime, _ in scaled.go_on(60)]
+    assert [runtime.rpartition("-")[0] for runtime in drained] == ["p-10", "p-10", "p-9", "p-9"]
+    scaled.busy = {name: 0.0 if name in drained else 0.995 for name in scaled.busy}
+    back = [runtime for runtime, order in scaled.go_on(4) if order == wire.Drain(on=False)]
+    assert back == ["p-9-r1", "p-9-r2"]
 
 
 def test_another_scheduler_learns_from_the_leases_who_drains() -> None:

@@ -1,13 +1,20 @@
-{{/* All take a dict: `root`, and `component` where one is meant. */}}
+{{/* All take a dict: `root`, `component` where one is meant, and `pool` for a pool of nodes. */}}
 
 {{- define "staccato.selector" -}}
 app.kubernetes.io/name: staccato
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
+{{- with .pool }}
+staccato/pool: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "staccato.name" -}}
+{{ .root.Release.Name }}-{{ .component }}{{ with .pool }}-{{ . }}{{ end }}
 {{- end }}
 
 {{- define "staccato.meta" -}}
-name: {{ .root.Release.Name }}-{{ .component }}
+name: {{ include "staccato.name" . }}
 namespace: {{ .root.Release.Namespace }}
 labels:
   {{- include "staccato.selector" . | nindent 2 }}
@@ -88,7 +95,7 @@ resources:
 - name: STACCATO_NATS_REPLICAS
   value: {{ .root.Values.nats.replicas | quote }}
 - name: STACCATO_NATS_CREDENTIALS
-  value: /run/nats/user.nk
+  value: {{ .credentials | default "/run/nats/user.nk" }}
 {{- if not .root.Values.tls.plaintext }}
 - name: STACCATO_NATS_CA
   value: /run/nats-tls/ca.crt
@@ -115,10 +122,12 @@ resources:
 {{- end }}
 {{- end }}
 
-{{/* `seed`: file of the component's user among those of the secret. */}}
+{{/* `seed`: file of the component's user among those of the secret; without it, the component has other users. */}}
 {{- define "staccato.busMounts" -}}
 - {name: tmp, mountPath: /tmp}
-- {name: nats, mountPath: /run/nats/user.nk, subPathExpr: {{ .seed }}, readOnly: true}
+{{- with .seed }}
+- {name: nats, mountPath: /run/nats/user.nk, subPathExpr: {{ . }}, readOnly: true}
+{{- end }}
 {{- if not .root.Values.tls.plaintext }}
 - {name: nats-tls, mountPath: /run/nats-tls, readOnly: true}
 {{- end }}
@@ -146,10 +155,10 @@ resources:
       {{- end }}
 {{- end }}
 
-{{/* By files that the process touches: it listens on no port. `startup`: seconds that it may take. */}}
+{{/* By files that the process touches: it listens on no port. `startup`: seconds that it may take until its sign `sign`. */}}
 {{- define "staccato.signs" -}}
 startupProbe:
-  exec: {command: [probe, ready]}
+  exec: {command: [probe, {{ .sign | default "ready" }}]}
   periodSeconds: 5
   failureThreshold: {{ div .startup 5 }}
 readinessProbe:
@@ -170,6 +179,50 @@ spec:
   maxUnavailable: 1
   selector:
     matchLabels: {{- include "staccato.selector" . | nindent 6 }}
+{{- end }}
+
+{{/* The pools as JSON, each with what it takes from `runtime`; refuses values that contradict each other. */}}
+{{- define "staccato.pools" -}}
+{{- $moved := dict "replicas" "pools[].nodes says how many nodes a pool has, each with runtime.perNode runtimes"
+  "autoscaling" "pools[].autoscaling says how many nodes of a pool there are at least and at most" }}
+{{- range $name, $now := $moved }}
+{{- if hasKey $.Values.runtime $name }}{{ fail (printf "runtime.%s is no value any more: %s" $name $now) }}{{ end }}
+{{- end }}
+{{- $pools := list }}
+{{- $scaled := list }}
+{{- range .Values.pools }}
+{{- $name := .name }}
+{{- range $pools }}
+{{- if eq .name $name }}{{ fail (printf "pools: two are called %s: give each pool a name of its own" $name) }}{{ end }}
+{{- end }}
+{{- $pool := mustMergeOverwrite (deepCopy $.Values.runtime) (deepCopy .) }}
+{{- $_ := set $pool "autoscaling" (mustMergeOverwrite (dict "kind" "none" "least" 1 "most" 8) (.autoscaling | default dict)) }}
+{{- if ne $pool.autoscaling.kind "none" }}{{ $scaled = append $scaled .name }}{{ end }}
+{{- if gt (int $pool.autoscaling.least) (int $pool.autoscaling.most) }}
+{{- fail (printf "pools: %s has at least %v and at most %v nodes: lower autoscaling.least, or raise autoscaling.most" .name $pool.autoscaling.least $pool.autoscaling.most) }}
+{{- end }}
+{{- if and (eq $.Values.scheduler.roles "auto") (ne $pool.role "both") }}
+{{- fail (printf "pools: %s has the role %s, and scheduler.roles is auto: leave one of the two out" .name $pool.role) }}
+{{- end }}
+{{- $_ := set $pool "last" (printf "%s-runtime-%s-%d-r%v" $.Release.Name .name (sub (ternary (int .nodes) (int $pool.autoscaling.most) (eq $pool.autoscaling.kind "none")) 1) $pool.perNode) }}
+{{- if gt (len $pool.last) 63 }}
+{{- fail (printf "pools: a runtime would be called %s, and the bus takes 63 letters: shorten the name of the pool or of the release" $pool.last) }}
+{{- end }}
+{{- $pools = append $pools $pool }}
+{{- end }}
+{{- if gt (len $scaled) 1 }}
+{{- fail (printf "pools: %s are scaled, and the scheduler wishes one number: leave autoscaling to one pool" (join " and " $scaled)) }}
+{{- end }}
+{{- dict "pools" $pools | toJson }}
+{{- end }}
+
+{{/* Runtimes of pools whose number of nodes is fixed. `pools`: as staccato.pools says. */}}
+{{- define "staccato.fixed" -}}
+{{- $fixed := 0 }}
+{{- range .pools }}
+{{- if eq .autoscaling.kind "none" }}{{ $fixed = add $fixed (mul (.nodes | default 1) .perNode) }}{{ end }}
+{{- end }}
+{{- $fixed }}
 {{- end }}
 
 {{- define "staccato.models" -}}

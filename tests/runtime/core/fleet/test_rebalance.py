@@ -69,14 +69,14 @@ def test_freeness_is_the_number_of_steps_until_memory_or_time_is_used_up() -> No
 def test_one_idle_device_does_not_make_a_fleet_infinitely_free() -> None:
     busy, idle = load(0, 10.0), load(1, 0.0, running=0)
     assert pooled(total([busy, idle])) == pooled(total([busy]), idle=1) == 10 * GB / 4e6
-    assert without(total([busy, idle]), idle) == 0.0
-    assert without(total([busy]), busy) == -float("inf") and without(total([idle]), idle) == float("inf")
+    assert without(total([busy, idle]), [idle]) == 0.0
+    assert without(total([busy]), [busy]) == -float("inf") and without(total([idle]), [idle]) == float("inf")
 
 
 @given(st.lists(st.tuples(st.floats(0, 15), st.integers(1, 30), st.floats(0, 1.5)), min_size=2, max_size=8))
 def test_a_fleet_without_a_device_is_less_free(rows: list[tuple[float, int, float]]) -> None:
     loads = [load(number, used, running, busy=busy) for number, (used, running, busy) in enumerate(rows)]
-    assert all(without(total(loads), each) <= pooled(total(loads)) for each in loads)
+    assert all(without(total(loads), [each]) <= pooled(total(loads)) for each in loads)
 
 
 def test_the_fullest_gives_to_the_freest() -> None:

@@ -75,6 +75,30 @@ def test_between_two_changes_there_is_a_pause() -> None:
     assert len(checked(idle, fleet([0, 1], 1.0, 3), 2, began=115.0)) == 1
 
 
+def test_a_whole_node_leaves_and_it_is_the_last_node_whatever_its_load() -> None:
+    nodes = {0: 0, 1: 0, 2: 1, 3: 1, 4: None}  # device 4 is of no node that may leave
+    loads = [replace(load, node=nodes[load.device]) for load in fleet([0, 1, 2, 3, 4], 1.0, 5)]
+    idle = [replace(load, running=0 if load.device == 0 else load.running) for load in loads]
+    assert checked(FleetScaling(Band(1, 8, node_devices=2)), idle, 6) == [FleetChange(leave=(2, 3))]
+    first = [load for load in idle if load.node != 1]
+    assert checked(FleetScaling(Band(1, 8, node_devices=2)), first, 6) == [FleetChange(leave=(0, 1))]
+    assert checked(FleetScaling(Band(2, 8, node_devices=2)), first, 20) == [], "one device would be left"
+    assert checked(FleetScaling(Band(1, 8, node_devices=2)), first[2:], 20) == []
+
+
+def test_a_node_stays_if_its_last_device_would_be_missed() -> None:
+    loads = [replace(load, node=load.device // 2) for load in fleet([0, 1, 2, 3], 20.0, 40)]
+    assert checked(FleetScaling(Band(1, 8)), loads, 6) == [FleetChange(leave=(3,))]
+    assert checked(FleetScaling(Band(1, 8, node_devices=2)), loads, 20) == []
+
+
+def test_nodes_join_as_a_whole() -> None:
+    loads = [replace(load, node=0) for load in fleet([0, 1], 20.0, 20)]
+    assert checked(FleetScaling(BAND), loads, 3) == [FleetChange(join=1)]
+    assert checked(FleetScaling(Band(1, 8, node_devices=2)), loads, 3) == [FleetChange(join=2)]
+    assert checked(FleetScaling(Band(1, 3, node_devices=2)), loads, 3) == [FleetChange(join=1)], "no more than may be"
+
+
 def test_no_more_leave_at_the_same_time_than_may() -> None:
     band, loads = replace(BAND, leaving_most=1), fleet([0, 1], 1.0, 3)
     assert FleetScaling(BAND).check(loads, 0, 0.0, leaving=1) == NOTHING
