@@ -28,6 +28,7 @@ class Tenant:
     weight: float
     limits: Limits
     created_us: int
+    managed_by: str | None = None  # declared object that the tenant was made for; None: made by hand
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,29 @@ class TenantInUse(Exception):
 
 # ── tenants ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_TENANT = (tenants.c.id, tenants.c.name, tenants.c.weight, tenants.c.limits, tenants.c.created_us)
+_TENANT = (
+    tenants.c.id,
+    tenants.c.name,
+    tenants.c.weight,
+    tenants.c.limits,
+    tenants.c.created_us,
+    tenants.c.managed_by,
+)
 _ALIVE = tenants.c.deleted_us.is_(None)
 
 
 async def create(
-    connection: AsyncConnection, name: str, now_us: int, weight: float = 1.0, limits: Limits = NO_LIMITS
+    connection: AsyncConnection,
+    name: str,
+    now_us: int,
+    weight: float = 1.0,
+    limits: Limits = NO_LIMITS,
+    managed_by: str | None = None,
 ) -> Tenant:
     """Create a tenant. Raises Taken."""
-    tenant = Tenant(new_id(), name, weight, limits, now_us)
+    tenant = Tenant(new_id(), name, weight, limits, now_us, managed_by)
     row = {"id": tenant.id, "name": name, "weight": weight, "limits": _limits_text(limits), "created_us": now_us}
+    row |= {"managed_by": managed_by}
     with added_once("tenant", name):
         await connection.execute(tenants.insert().values(**row))
     return tenant
@@ -117,7 +131,7 @@ async def listed(connection: AsyncConnection, after: str, most: int) -> list[Ten
 
 
 def _tenant(row: AnyRow) -> Tenant:
-    return Tenant(row[0], row[1], row[2], _limits(row[3]), row[4])
+    return Tenant(row[0], row[1], row[2], _limits(row[3]), row[4], row[5])
 
 
 async def delete(connection: AsyncConnection, tenant: Tenant, now_us: int) -> None:
