@@ -129,7 +129,7 @@ async def change(call: Call) -> Response:
 
 @Operation(status=204, problems=(409,), operator=("tenants",))
 async def delete(call: Call) -> Response:
-    """Delete a tenant without deployments, and revoke the tenant's keys."""
+    """Delete a tenant without deployments, with the tenant's models, and revoke the tenant's keys."""
     async with call.database.write() as connection:
         tenant = await _find(call, connection, lock=True)
         try:

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.contract.limits import NO_LIMITS, Limits
 from store.contract.priorities import Priority, priority
 from store.db.database import AnyRow, added_once, new_id
-from store.db.tables import deployments, keys, tenants
+from store.db.tables import deployments, keys, models, tenants
 
 SCOPES = frozenset({"inference", "control"})
 OVERLAP_US = 24 * 3600 * 1_000_000  # a rotated key still works so long
@@ -135,11 +135,13 @@ def _tenant(row: AnyRow) -> Tenant:
 
 
 async def delete(connection: AsyncConnection, tenant: Tenant, now_us: int) -> None:
-    """Delete a tenant and revoke the tenant's keys; usage stays on the bill. Raises TenantInUse."""
+    """Delete a tenant with the tenant's models, and revoke the keys; usage stays on the bill. Raises TenantInUse."""
     alive = (deployments.c.tenant_id == tenant.id) & deployments.c.deleted_us.is_(None)
     if count := await connection.scalar(select(func.count()).select_from(deployments).where(alive)):
         raise TenantInUse(tenant.name, count)
     await connection.execute(update(tenants).where(tenants.c.id == tenant.id).values(deleted_us=now_us))
+    theirs = (models.c.tenant_id == tenant.id) & models.c.deleted_us.is_(None)
+    await connection.execute(update(models).where(theirs).values(deleted_us=now_us))
     await _revoke(connection, keys.c.tenant_id == tenant.id, now_us)
 
 

@@ -62,3 +62,15 @@ async def test_a_deployment_says_how_many_runtimes_host_it(plane: Plane) -> None
     body = {"name": "chat", "tenant": "acme", "model": "llama"}
     shown = made(await plane.admin.post("/deployments", json=body))
     assert shown["status"]["replicas"] == 0
+
+
+async def test_a_deleted_tenant_leaves_no_model_to_the_next_tenant_of_the_name(
+    plane_on_both: Plane, sources: Sources
+) -> None:
+    plane = plane_on_both
+    acme = await plane.tenant("acme")
+    await plane.model("llama", acme, write_model(sources.roots[0] / "llama"))
+    assert (await plane.admin.delete("/tenants/acme")).status_code == 204
+    assert (await plane.admin.get("/models")).json()["data"] == []
+    made(await plane.admin.post("/tenants", json={"name": "acme"}))
+    assert (await plane.admin.get("/models?tenant=acme")).json()["data"] == []
