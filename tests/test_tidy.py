@@ -109,7 +109,8 @@ HOMES = {
     "yaml": r"gateway/declared/folder\.py|gateway/cli/declared\.py",
     "huggingface_hub": r"gateway/imports/sources\.py",
     "botocore": r"gateway/imports/sources\.py",
-    "httpx2": r"gateway/imports/download\.py",
+    "httpx2": r"gateway/imports/download\.py|gateway/declared/kubernetes\.py",
+    "lightkube": r"gateway/declared/kubernetes\.py",
     "pyarrow": r"runtime/sim/trace\.py|gateway/billing/formats\.py",
 }
 # The handle of a transaction goes through the gateway's hands, from `store.db.database` to the rest of `store`.

@@ -41,6 +41,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "scheduler": serve.scheduler,
     "ledger": serve.ledger,
     "join-service": serve.join_service,
+    "controller": declared.controller,
     "migrate": serve.migrate,
     "nats-users": serve.nats_users,
     "doctor": serve.doctor,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gateway.core.declared.reconciler import RestCall
     from gateway.core.declared.status import ObjectStatus
     from gateway.declared.folder import Folder
+    from gateway.declared.platform import CallFailed
     from gateway.declared.reconciling import Pass, Reconciler
 
 APPLIED = {
@@ -180,3 +181,10 @@ def crds(json: Json = False) -> None:
         print_json(definitions())
     else:
         yaml.safe_dump_all(definitions(), sys.stdout, sort_keys=False, width=120)
+
+
+def controller() -> None:
+    """Run the controller alone, with settings from the environment: custom resources of Kubernetes come true."""
+    from gateway.declared.controller import main
+
+    raise typer.Exit(main())

@@ -1,6 +1,6 @@
 """Declared objects in YAML files of a folder: the source of `staccato apply`, without Kubernetes.
 
-The files have the form that Kubernetes takes, so one folder serves both ways.
+The files have the form of custom resources in Kubernetes, so a folder serves the command and Kubernetes alike.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from gateway.core.declared.objects import Declared, Ref, TenantSpec, Unreadable,
 from gateway.core.declared.observed import Delivered
 from gateway.core.declared.reconciler import KeyDelivery
 from gateway.core.declared.status import ObjectStatus
+from gateway.declared.platform import CallFailed
 
 ENDINGS = (".yaml", ".yml", ".json")
-OWNER = ".managed-by"  # ending of the file that says for which Tenant a key was written
+OWNER = ".managed-by"  # ending of the file beside a key, with the mark of the Tenant
 
 
 class Folder:
     """Objects that files declare, and the folder that gets the keys of tenants.
 
     Args:
-        place: a folder with files of YAML, searched with all folders below, or a file.
-        keys: folder of the keys, a file `NAMESPACE/SECRET_NAME` for each; None: no Tenant may declare a key.
+        place: a folder with files of YAML, searched with the folders below, or a file.
+        keys: folder of the keys, with files `NAMESPACE/SECRET_NAME`; None: no Tenant may declare a key.
         manager: name that begins every mark.
     """
 
@@ -36,7 +37,7 @@ class Folder:
         self.statuses: dict[Ref, ObjectStatus] = {}
 
     def files(self) -> list[Path]:
-        """Files with declared objects, in order. Raises CliError if the place is not there."""
+        """Return the files with declared objects, in order. Raises CliError for a missing place."""
         if self._place.is_file():
             return [self._place]
         if not self._place.is_dir():
@@ -103,7 +104,7 @@ class Folder:
 
 
 def _objects(path: Path) -> Iterator[Declared]:
-    """Yield the objects of a file; documents of other API groups are passed over. Raises CliError."""
+    """Yield the objects of a file; documents of foreign API groups are passed over. Raises CliError."""
     try:
         documents = [document for document in yaml.safe_load_all(path.read_text()) if is_ours(document)]
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -123,7 +124,7 @@ def _owner_file(path: Path) -> Path:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that no other user can read, at once or not at all."""
+    """Write a private file in a single step."""
     made = path.with_name(f".{path.name}.new")
     with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(text + "\n")

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from gateway.cli.api import Row
-from gateway.core.declared.objects import Declared, Ref
+from gateway.core.declared.objects import Declared, Ref, TenantSpec
 from gateway.core.declared.observed import Delivered, Observed
 from gateway.core.declared.reconciler import Decision, KeyDelivery, RestCall, decide
 from gateway.core.declared.status import SYNCED, ObjectStatus, found, troubled
-from gateway.declared.platform import Platform
+from gateway.declared.platform import CallFailed, Platform
 
 AGAIN_S, AGAIN_S_MOST = 2.0, 300.0  # between two equal calls for an object, at first and at most
 UNDER_WAY_S, CALM_S = 2.0, 15.0  # between two passes: while something is under way, and otherwise
@@ -38,7 +38,7 @@ class DeclaredSource(Protocol):
         """Return the objects, in order."""
 
     def delivered(self, declared: Declared, secret: str) -> Delivered | None:
-        """Return the Secret of a Tenant; None: the namespace has no Secret of the name."""
+        """Return the Secret of a Tenant; None: the namespace has no such Secret. Raises CallFailed."""
 
     def deliver(self, delivery: KeyDelivery, key_id: str, key: str) -> None:
         """Write a key into its Secret. Raises CallFailed."""
@@ -117,9 +117,13 @@ class Reconciler:
             return Pass(0, False, False, UNDER_WAY_S, {})
         if self._prune:
             declared += self._undeclared(declared, observed)
-        observed = replace(observed, delivered=self._delivered(declared))
+        delivered = self._delivered(declared)
+        unknown = {ref for ref, found in delivered.items() if isinstance(found, CallFailed)}
+        known = {ref: found for ref, found in delivered.items() if isinstance(found, Delivered)}
+        observed = replace(observed, delivered=known)
         self._attempts = {ref: attempt for ref, attempt in self._attempts.items() if ref in {d.ref for d in declared}}
-        decisions = [(each, decide(each, observed, self._manager, self._url)) for each in declared]
+        judged = [each for each in declared if each.ref not in unknown]
+        decisions = [(each, decide(each, observed, self._manager, self._url)) for each in judged]
         statuses, calls, settled = dict[Ref, ObjectStatus](), 0, True
         for each, decision in decisions:
             status, called = self._follow(each, decision)
@@ -130,7 +134,7 @@ class Reconciler:
                 self._source.release(each)
             else:
                 self._source.tell(each, status)
-        synced = all(decision.gone or _is_synced(statuses[each.ref]) for each, decision in decisions)
+        synced = not unknown and all(decision.gone or _is_synced(statuses[each.ref]) for each, decision in decisions)
         next_s = 0.0 if calls else CALM_S if settled else UNDER_WAY_S
         return Pass(calls, synced, settled, next_s, statuses)
 
@@ -140,11 +144,18 @@ class Reconciler:
         refs = [Ref(kind, namespace, name) for kind, namespace, name in sorted(observed.managers(self._manager))]  # type: ignore[arg-type]
         return [Declared(ref, None, deleting=True) for ref in refs if ref not in there]
 
-    def _delivered(self, declared: list[Declared]) -> dict[Ref, Delivered]:
-        found = dict[Ref, Delivered]()
+    def _delivered(self, declared: list[Declared]) -> dict[Ref, Delivered | CallFailed]:
+        """Return the Secret that each Tenant names, or why the Secret can't be read."""
+        found = dict[Ref, Delivered | CallFailed]()
         for each in declared:
-            key = getattr(each.spec, "key", None)
-            if key and not each.deleting and (seen := self._source.delivered(each, key.secret_name)):
+            if not isinstance(each.spec, TenantSpec) or each.spec.key is None or each.deleting:
+                continue
+            try:
+                seen: Delivered | CallFailed | None = self._source.delivered(each, each.spec.key.secret_name)
+            except CallFailed as error:
+                self._reporter.away(error)
+                seen = error
+            if seen is not None:
                 found[each.ref] = seen
         return found
 

@@ -27,6 +27,7 @@ from gateway.core.declared.observed import (
 )
 from gateway.core.declared.reconciler import KeyDelivery, RestCall
 from gateway.core.declared.status import ObjectStatus
+from gateway.declared.platform import CallFailed
 from store.contract.deployments import Share, Spec
 from store.contract.limits import Limits
 

@@ -1,4 +1,4 @@
-"""`staccato apply` brings a real gateway to what a folder declares, and touches nothing else."""
+"""`staccato apply` brings a real gateway to the state that a folder declares, and touches no foreign row."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def folder(served: Served, tmp_path: Path) -> Iterator[Path]:
-    """A folder that declares a tenant and a deployment. At the end, all that was made is deleted."""
+    """A folder that declares a tenant and a deployment. At the end, tenant and deployment are deleted."""
     declared = tmp_path / "declared"
     declared.mkdir()
     (declared / "tenant.yaml").write_text(TENANT)
@@ -126,7 +126,7 @@ def test_the_key_stands_in_a_private_file_and_opens_the_endpoint(served: Served,
     key = path.read_text().strip()
     headers = {"authorization": f"Bearer {key}"}
     assert httpx.get(f"{served.url}/api/v1/me", headers=headers).json()["tenant"] == "acme"
-    path.unlink()  # whoever deletes the file gets another key, and the old key ends
+    path.unlink()  # without the file a new key is made, and the old key ends
     again = apply(served, folder)
     assert again.code == 0 and path.read_text().strip() != key and key not in again.err + again.out
     states = [row["state"] for row in shown(served, "/tenants/acme/keys")["data"]]
