@@ -53,6 +53,7 @@ VALUES: dict[str, dict[str, Any]] = {
         },
         "networkPolicy": {"importCidrs": ["0.0.0.0/0"]},
     },
+    "controller": {"controller": {"enabled": True, "namespaces": ["models", "team-a"]}},
     "prefill": {
         "runtime": {"role": "prefill", "runtimeClassName": "nvidia", "nodeSelector": {"gpu": "h200"}},
         "networkPolicy": {"enabled": False},
