@@ -114,10 +114,14 @@ class Mirror:
                 log.warning("kubernetes.away", name=self._kind, error=repr(error))
                 pause.wait(AGAIN_S)
 
+    def _whole(self, found: Mapping[str, Any]) -> Object:
+        """Return an object of a list or a watch, with version and kind, which a list may leave out."""
+        return {**found, "apiVersion": API_VERSION, "kind": self._kind}
+
     def _list(self) -> str:
         """List all objects, and return the version of the list."""
         found = self._client.list(RESOURCES[self._kind], namespace=self._namespace, chunk_size=500)
-        objects = {each["metadata"]["name"]: dict(each) for each in found}
+        objects = {each["metadata"]["name"]: self._whole(each) for each in found}
         with self._lock:
             self._objects = objects
         self.listed.set()
@@ -134,7 +138,7 @@ class Mirror:
                 if event == "DELETED":
                     self._objects.pop(each["metadata"]["name"], None)
                 else:
-                    self._objects[each["metadata"]["name"]] = dict(each)
+                    self._objects[each["metadata"]["name"]] = self._whole(each)
             self._changed()
 
 

@@ -307,8 +307,7 @@ class _Deployment:
             "residency": now.residency,
             "replicas": now.replicas,
         }
-        settled = ready and self.spec.desired_state in (None, now.phase)
-        return Decision(_status(self.declared, phase, conditions, **facts), call, settled=settled)
+        return Decision(_status(self.declared, phase, conditions, **facts), call, settled=ready)
 
     def _passed_on(self, seen: SeenDeployment) -> list[DeclaredCondition]:
         """The platform's own conditions, one of each type."""
