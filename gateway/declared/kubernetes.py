@@ -155,6 +155,7 @@ class ClusterSource:
     def __init__(self, client: Client, namespaces: Sequence[str], manager: str, changed: Callable[[], None]) -> None:
         self._client, self._manager = client, manager
         self._mirrors = [Mirror(client, kind, namespace, changed) for namespace in namespaces for kind in SPECS]
+        self._known: dict[Ref, Object] = {}  # objects of the present pass
 
     def start(self) -> None:
         for mirror in self._mirrors:
@@ -174,17 +175,12 @@ class ClusterSource:
         for mirror in self._mirrors:
             yield from mirror.objects()
 
-    def _object(self, ref: Ref) -> Object | None:
-        for found in self._objects():
-            if _ref(found) == ref:
-                return found
-        return None
-
     # ── the source of the reconciler ──────────────────────────────────────────────────────────────────────────────────
 
     def declared(self) -> list[Declared]:
         """Return the objects that have the finalizer: none goes before the platform is cleared of the object."""
-        return [read(found) for found in self._objects() if self._has_finalizer(found)]
+        self._known = {_ref(found): found for found in self._objects()}
+        return [read(found) for found in self._known.values() if self._has_finalizer(found)]
 
     def _has_finalizer(self, found: Object) -> bool:
         """Return whether the object has the finalizer, after an attempt to add a missing finalizer."""
@@ -222,7 +218,7 @@ class ClusterSource:
     def deliver(self, delivery: KeyDelivery, key_id: str, key: str) -> None:
         ref = delivery.tenant
         data = {"key": base64.b64encode(key.encode()).decode()}
-        tenant = self._object(ref)
+        tenant = self._known.get(ref)
         owner = tenant and OwnerReference(
             apiVersion=API_VERSION, kind=ref.kind, name=ref.name, uid=tenant["metadata"]["uid"]
         )
@@ -242,7 +238,7 @@ class ClusterSource:
                 self._client.patch(Secret, delivery.secret, {"data": data}, namespace=ref.namespace, patch_type=MERGE)
 
     def tell(self, declared: Declared, status: ObjectStatus) -> None:
-        ref, found = declared.ref, self._object(declared.ref)
+        ref, found = declared.ref, self._known.get(declared.ref)
         if found is None:
             return
         before = {name: value for name, value in (found.get("status") or {}).items() if value is not None}
@@ -259,7 +255,7 @@ class ClusterSource:
             log.warning("kubernetes.status", name=str(ref), error=str(error))
 
     def release(self, declared: Declared) -> None:
-        found = self._object(declared.ref)
+        found = self._known.get(declared.ref)
         if found is not None:
             kept = [name for name in found["metadata"].get("finalizers") or [] if name != FINALIZER]
             self._set_finalizers(found, kept)

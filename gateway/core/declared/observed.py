@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -99,6 +100,15 @@ class Observed:
     deployments: Mapping[tuple[str, str], SeenDeployment] = field(default_factory=dict)
     keys: Mapping[str, tuple[SeenKey, ...]] = field(default_factory=dict)
     delivered: Mapping[Ref, Delivered] = field(default_factory=dict)
+
+    @cached_property
+    def by_mark(self) -> Mapping[str, Sequence[SeenDeployment]]:
+        """Deployments by mark."""
+        found: dict[str, list[SeenDeployment]] = {}
+        for row in self.deployments.values():
+            if row.managed_by:
+                found.setdefault(row.managed_by, []).append(row)
+        return found
 
     def managers(self, manager: str) -> set[tuple[str, str, str]]:
         """(kind, namespace, name) of every declared object that `manager` made a tenant or a deployment for."""

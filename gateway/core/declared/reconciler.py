@@ -131,7 +131,7 @@ def _ended(declared: Declared, observed: Observed, manager: str) -> Decision:
 
 def _stray(observed: Observed, mark: str, keep: tuple[str, str] | None) -> RestCall | None:
     """Delete a deployment with the mark other than the deployment `keep` (tenant, name)."""
-    strays = [row for place, row in observed.deployments.items() if row.managed_by == mark and place != keep]
+    strays = [row for row in observed.by_mark.get(mark, ()) if (row.tenant, row.name) != keep]
     stray = min(strays, key=lambda row: row.id, default=None)
     return RestCall("DELETE", _path("deployments", stray.id)) if stray else None
 
