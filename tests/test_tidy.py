@@ -43,6 +43,7 @@ IMPURE_CALLS = ("open", "print", "input")
 MAY_IMPORT = {
     "gateway": "gateway/* store/* runtime/core/*",
     "gateway/core": "runtime/core/* store/contract",
+    "gateway/core/declared": "gateway/core store/contract",
     "gateway/http": "gateway/core store/*",
     "gateway/streams": "runtime/core/* store store/contract store/telemetry",
     "gateway/inference": "gateway/core gateway/http gateway/streams runtime/core/* store/*",
@@ -52,11 +53,14 @@ MAY_IMPORT = {
     "gateway/billing": "gateway/http store/*",
     "gateway/imports": "gateway/config.py store/*",
     "gateway/joining": "gateway/config.py store/*",
+    "gateway/declared": "gateway/core/declared gateway/cli/api.py gateway/cli/terminal"
+    " gateway/config.py store store/telemetry",
     "gateway/control": "gateway/core gateway/http gateway/inference gateway/streams gateway/billing gateway/imports"
     " gateway/ops runtime/core/* store/*",
     "gateway/machine": "gateway/config.py gateway/ops store/*",
     "gateway/ops": "gateway/config.py gateway/http gateway/machine gateway/streams store/*",
-    "gateway/cli": "gateway/cli/* gateway/config.py gateway/machine gateway/ops runtime/core/* store/*",
+    "gateway/cli": "gateway/cli/* gateway/config.py gateway/core/declared gateway/declared gateway/machine gateway/ops"
+    " runtime/core/* store/*",
     "gateway/cli/terminal": "gateway/cli gateway/config.py",
     "gateway/dashboard": "",
     "runtime": "runtime/* store/*",
@@ -103,9 +107,11 @@ HOMES = {
     "opentelemetry": r"store/telemetry/tracing\.py",
     "fastapi": r"gateway/vllm/\w+\.py",
     "jinja2": r"gateway/vllm/\w+\.py",
+    "yaml": r"gateway/declared/folder\.py|gateway/cli/declared\.py",
     "huggingface_hub": r"gateway/imports/sources\.py",
     "botocore": r"gateway/imports/sources\.py",
-    "httpx2": r"gateway/imports/download\.py",
+    "httpx2": r"gateway/imports/download\.py|gateway/declared/kubernetes\.py",
+    "lightkube": r"gateway/declared/kubernetes\.py",
     "pyarrow": r"runtime/sim/trace\.py|gateway/billing/formats\.py",
 }
 # The handle of a transaction goes through the gateway's hands, from `store.db.database` to the rest of `store`.

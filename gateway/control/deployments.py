@@ -13,6 +13,7 @@ from starlette.responses import Response
 from gateway.control.rollout import Rollout
 from gateway.core.objectives import label
 from gateway.core.status import Status, engine_shared, loadable, status
+from gateway.core.tenants import ManagedBy
 from gateway.http.api import (
     OF_TENANT,
     Answer,
@@ -45,6 +46,7 @@ class NewDeployment(Spec, frozen=True, kw_only=True):
 
     name: Name
     tenant: str | None = None  # tenant's name, with the admin key
+    managed_by: ManagedBy | None = None  # declared object that the deployment is made for; None: made by hand
 
     def spec(self) -> Spec:
         return Spec(**{field: getattr(self, field) for field in Spec.__struct_fields__})
@@ -86,6 +88,7 @@ class ShownDeployment(Spec, frozen=True, kw_only=True):
     target: ShownTarget | None  # None: there is no newer revision than the active one
     # The target's share; None: no target, or the target takes over as soon as a runtime has loaded it.
     canary: Share | None
+    managed_by: ManagedBy | None  # declared object that the deployment was made for; None: made by hand
     status: Status
     created_at: Time
 
@@ -124,8 +127,9 @@ async def create(call: Call, serving: Serving) -> Response:
         owner = await tenants.tenant(connection, tenant, lock=True)
         if owner is None:
             raise not_found("tenant", tenant)
-        model = await _model(connection, owner.id, body.spec(), serving)
-        made = await deployments.create(connection, owner.id, body.name, body.spec(), model, now_us())
+        spec = body.spec()
+        model = await _model(connection, owner.id, spec, serving)
+        made = await deployments.create(connection, owner.id, body.name, spec, model, now_us(), body.managed_by)
         await call.record(connection, "deployment.created", made.id, made.tenant_id, new=_recorded(made))
         return Answer(201, show(made, serving.fleet), headers={"etag": etag(made.version)})
 
@@ -433,6 +437,7 @@ def show(deployment: Deployment, fleet: RuntimesView) -> ShownDeployment:
         target=_target(deployment),
         canary=deployment.canary.share if deployment.canary else None,
         status=status(deployment, active, target, fleet.attained(label(deployment.tenant_id, deployment.id))),
+        managed_by=deployment.managed_by,
         created_at=time_text(deployment.created_us),
     )
 

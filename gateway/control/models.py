@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import unquote, urlsplit
@@ -11,6 +12,7 @@ from msgspec import Meta
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
+from gateway.core.tenants import ManagedBy
 from gateway.http.api import OF_TENANT, Answer, Body, Call, Name, Operation, Page, Shown, Time, answered, time_text
 from gateway.http.auth import Caller
 from gateway.http.errors import Problem, invalid, not_found, rate_limited
@@ -28,6 +30,8 @@ class NewModel(Body, frozen=True):
     name: Name
     source: Annotated[str, Meta(max_length=2000)]  # /path, file:///path, hf://org/name@revision or s3://bucket/prefix
     digest: Digest | None = None  # digest that the model must have
+    tenant: str | None = None  # with an operator's key: register as a model of this tenant, by the rules for tenants
+    managed_by: ManagedBy | None = None  # declared object that the model is made for; None: made by hand
 
 
 class ShownModel(Shown, frozen=True, kw_only=True):
@@ -45,28 +49,30 @@ class ShownModel(Shown, frozen=True, kw_only=True):
     weight_bytes: int | None
     kv_bytes_per_token: int | None
     context_tokens: int | None
+    managed_by: ManagedBy | None  # declared object that the model was made for; None: made by hand
     created_at: Time
 
 
-@Operation(ShownModel, 202, body=NewModel, once=True, problems=(409, 429), operator=("deployments",))
+@Operation(ShownModel, 202, body=NewModel, once=True, problems=(404, 409, 429), operator=("deployments",))
 async def create(call: Call, imports: Imports) -> Response:
     """Register a folder, or a source elsewhere, as a model. The source is read in the background.
 
     A refused model with an equal name is replaced, unless the model is to be fetched from the same source: `:retry`
     continues with the fetched bytes."""
     body = await call.body(NewModel)
+    owner = await _owner(call, body.tenant)
     path = (
         ""
-        if _remote(body.source, call.caller, imports)
-        else str(await asyncio.to_thread(_folder, body.source, call.caller, imports.roots))
+        if _remote(body.source, owner, imports)
+        else str(await asyncio.to_thread(_folder, body.source, owner, imports.roots))
     )
     created: list[StoredModel] = []
 
     async def deed(connection: AsyncConnection) -> Answer:
-        await _check_waiting(connection, call.caller)
-        await _make_room(call, connection, body)
+        await _check_waiting(connection, owner)
+        await _make_room(call, connection, body, owner.tenant_id)
         model = await models.create(
-            connection, call.caller.tenant_id, body.name, body.source, path, now_us(), body.digest
+            connection, owner.tenant_id, body.name, body.source, path, now_us(), body.digest, body.managed_by
         )
         said = {"name": model.name, "source": model.source}
         await call.record(connection, "model.created", model.id, model.tenant_id, new=said)
@@ -79,9 +85,17 @@ async def create(call: Call, imports: Imports) -> Response:
     return response
 
 
-async def _make_room(call: Call, connection: AsyncConnection, body: NewModel) -> None:
+async def _owner(call: Call, tenant: str | None) -> Caller:
+    """Return the caller who is to own a new model: the caller, or (for an operator who names a tenant) the tenant.
+
+    An operator on a tenant's ground has the tenant's rights alone: the tenant's sources and limits. Raises Problem."""
+    if tenant is None:
+        return call.caller
+    return replace(await call.tenant(tenant), operator=frozenset())
+
+
+async def _make_room(call: Call, connection: AsyncConnection, body: NewModel, owner: str | None) -> None:
     """Delete a refused model that blocks the name of its successor: a refused model can't be deployed."""
-    owner = call.caller.tenant_id
     known = await models.find(connection, owner, body.name)
     if known is None or known.state != "refused" or known.tenant_id != owner:
         return
@@ -229,5 +243,6 @@ def show(model: StoredModel, caller: Caller, progress: Progress | None) -> Shown
         weight_bytes=artefact.weight_bytes if artefact else None,
         kv_bytes_per_token=artefact.kv_bytes_per_token if artefact else None,
         context_tokens=artefact.context_tokens if artefact else None,
+        managed_by=model.managed_by,
         created_at=time_text(model.created_us),
     )

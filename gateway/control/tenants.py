@@ -9,34 +9,20 @@ from msgspec import UNSET, Meta, UnsetType, to_builtins
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
-from gateway.core.objectives import WEIGHT_LEAST, WEIGHT_MOST
+from gateway.core.tenants import ManagedBy, Rank, Scope, TenantName, TenantSettings
 from gateway.http.api import Answer, Body, Call, Operation, Page, Shown, Time, answered, patched, time_text, time_us
 from gateway.http.auth import Caller
 from gateway.http.errors import Problem, invalid, not_found
-from store.contract.limits import NO_LIMITS, Limits
+from store.contract.limits import Limits
 from store.contract.priorities import priority
 from store.db import operators, tenants
 from store.db.database import now_us
 from store.db.tenants import OVERLAP_US, Key, Tenant, TenantInUse
 
-TenantName = Annotated[
-    str,
-    Meta(
-        pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$",
-        description="1 to 63 small letters, digits and dashes, the first and the last no dash, as acme-2",
-    ),
-]
-
-
-class TenantSettings(Body, frozen=True, kw_only=True):
-    weight: Annotated[float, Meta(ge=WEIGHT_LEAST, le=WEIGHT_MOST)] = (
-        1.0  # factor of the tenant's patience, see gateway/core/objectives.py
-    )
-    limits: Limits = NO_LIMITS
-
 
 class NewTenant(TenantSettings, frozen=True, kw_only=True):
     name: TenantName
+    managed_by: ManagedBy | None = None  # declared object that the tenant is made for; None: made by hand
 
 
 class ShownTenant(Shown, frozen=True, kw_only=True):
@@ -44,12 +30,11 @@ class ShownTenant(Shown, frozen=True, kw_only=True):
     name: str
     weight: float
     limits: Limits
+    managed_by: ManagedBy | None  # declared object that the tenant was made for; None: made by hand
     created_at: Time
 
 
-Scope = Literal["inference", "control"]
 KeyState = Literal["valid", "expired", "revoked"]
-Rank = Literal["high", "normal", "batch"]
 
 
 class Me(Shown, frozen=True, kw_only=True):
@@ -107,7 +92,7 @@ async def create(call: Call) -> Response:
     body = await call.body(NewTenant)
 
     async def deed(connection: AsyncConnection) -> Answer:
-        tenant = await tenants.create(connection, body.name, now_us(), body.weight, body.limits)
+        tenant = await tenants.create(connection, body.name, now_us(), body.weight, body.limits, body.managed_by)
         await call.record(connection, "tenant.created", tenant.id, tenant.id, new=show(tenant))
         return Answer(201, show(tenant))
 
@@ -144,7 +129,7 @@ async def change(call: Call) -> Response:
 
 @Operation(status=204, problems=(409,), operator=("tenants",))
 async def delete(call: Call) -> Response:
-    """Delete a tenant without deployments, and revoke the tenant's keys."""
+    """Delete a tenant without deployments, with the tenant's models, and revoke the tenant's keys."""
     async with call.database.write() as connection:
         tenant = await _find(call, connection, lock=True)
         try:
@@ -169,6 +154,7 @@ def show(tenant: Tenant) -> ShownTenant:
         name=tenant.name,
         weight=tenant.weight,
         limits=tenant.limits,
+        managed_by=tenant.managed_by,
         created_at=time_text(tenant.created_us),
     )
 

@@ -54,6 +54,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     active_revision: int
     target_revision: int | None
     residency: str
+    replicas: int  # runtimes that host the active revision
     conditions: list[Condition]
     progress: Progress | None  # a runtime's reading of the model's files, or the builds before the model's own
     last_cold_start_ms: float | None
@@ -68,6 +69,7 @@ def status(deployment: Deployment, active: States, target: States, attained: Ite
         active_revision=deployment.active.number,
         target_revision=deployment.target.number if deployment.target else None,
         residency=_tier(active),
+        replicas=len(active),
         conditions=_conditions(deployment, active, target),
         progress=_progress(active, deployment.active.engine.weight_bytes),
         last_cold_start_ms=round(max(loads_ms), 1) if loads_ms else None,

@@ -107,6 +107,7 @@ class Deployment:
     canary: Canary | None  # share of the target; None: the target takes over once a runtime could load the target
     version: int
     created_us: int
+    managed_by: str | None = None  # declared object that the deployment was made for; None: made by hand
 
     @property
     def live(self) -> list[Revision]:

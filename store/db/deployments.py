@@ -117,6 +117,7 @@ def _deployment(rows: list[AnyRow]) -> Deployment:
         canary=_canary(said[deployments.c.canary]),
         version=said[deployments.c.version],
         created_us=said[deployments.c.created_us],
+        managed_by=said[deployments.c.managed_by],
     )
 
 
@@ -246,11 +247,18 @@ def _target(deployment: Deployment, revision: Revision) -> Target:
 
 
 async def create(
-    connection: AsyncConnection, tenant_id: str, name: str, spec: Spec, model: StoredModel, now_us: int
+    connection: AsyncConnection,
+    tenant_id: str,
+    name: str,
+    spec: Spec,
+    model: StoredModel,
+    now_us: int,
+    managed_by: str | None = None,
 ) -> Deployment:
     """Create a deployment whose first revision has the traffic at once: no older revision serves. Raises Taken."""
     id = new_id()
     row = {"id": id, "tenant_id": tenant_id, "name": name, "desired_state": "awake", "version": 1}
+    row |= {"managed_by": managed_by}
     with added_once("deployment", name):
         await connection.execute(deployments.insert().values(**row, active_revision=1, created_us=now_us))
     await _add_revision(connection, id, 1, spec, model, now_us, activated_us=now_us)

@@ -34,6 +34,7 @@ class StoredModel:
     revision: str | None = None  # the commit, if the source has commits
     expected: str | None = None  # the digest that the model must have
     progress: Progress | None = None
+    managed_by: str | None = None  # declared object that the model was made for; None: made by hand
 
 
 class ModelInUse(Exception):
@@ -58,11 +59,12 @@ async def create(
     path: str,
     now_us: int,
     expected: str | None = None,
+    managed_by: str | None = None,
 ) -> StoredModel:
     """Create a model and begin the import. `path` is empty if the model must be fetched. Raises Taken."""
     id = new_id()
     row = {"id": id, "tenant_id": tenant_id, "name": name, "source": source, "path": path, "created_us": now_us}
-    row |= {"expected": expected}
+    row |= {"expected": expected, "managed_by": managed_by}
     with added_once("model", name):
         await connection.execute(models.insert().values(**row, state="importing", reason=""))
     model = await by_id(connection, id)
@@ -261,6 +263,7 @@ def model_of(row: AnyRow) -> StoredModel:
         revision=said[models.c.revision],
         expected=said[models.c.expected],
         progress=_progress(said[models.c.progress]),
+        managed_by=said[models.c.managed_by],
     )
 
 

@@ -25,6 +25,7 @@ tenants = Table(
     Column("limits", Text),  # JSON of tenants.Limits; null: no limits
     Column("created_us", BigInteger, nullable=False),
     Column("deleted_us", BigInteger),
+    Column("managed_by", Text),  # declared object that the row was made for; null: made by hand
 )
 _unique("tenants_name", tenants.c.name, when="deleted_us IS NULL")
 
@@ -114,6 +115,7 @@ models = Table(
     Column("expected", Text),  # the digest that the model must have
     Column("progress", Text),  # JSON of models.Progress, during the import
     Column("imported_bytes", BigInteger),  # disk space of the import, now or once done; null: a folder not imported
+    Column("managed_by", Text),  # as in tenants
 )
 _unique("models_shared_name", models.c.name, when="deleted_us IS NULL AND tenant_id IS NULL")
 _unique("models_tenant_name", models.c.tenant_id, models.c.name, when="deleted_us IS NULL AND tenant_id IS NOT NULL")
@@ -131,6 +133,7 @@ deployments = Table(
     Column("canary", Text),  # JSON of deployments.Canary: the target's share of the traffic until promotion
     Column("created_us", BigInteger, nullable=False),
     Column("deleted_us", BigInteger),
+    Column("managed_by", Text),  # as in tenants
 )
 _unique("deployments_name", deployments.c.tenant_id, deployments.c.name, when="deleted_us IS NULL")
 

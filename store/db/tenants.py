@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.contract.limits import NO_LIMITS, Limits
 from store.contract.priorities import Priority, priority
 from store.db.database import AnyRow, added_once, new_id
-from store.db.tables import deployments, keys, tenants
+from store.db.tables import deployments, keys, models, tenants
 
 SCOPES = frozenset({"inference", "control"})
 OVERLAP_US = 24 * 3600 * 1_000_000  # a rotated key still works so long
@@ -28,6 +28,7 @@ class Tenant:
     weight: float
     limits: Limits
     created_us: int
+    managed_by: str | None = None  # declared object that the tenant was made for; None: made by hand
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,29 @@ class TenantInUse(Exception):
 
 # ── tenants ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_TENANT = (tenants.c.id, tenants.c.name, tenants.c.weight, tenants.c.limits, tenants.c.created_us)
+_TENANT = (
+    tenants.c.id,
+    tenants.c.name,
+    tenants.c.weight,
+    tenants.c.limits,
+    tenants.c.created_us,
+    tenants.c.managed_by,
+)
 _ALIVE = tenants.c.deleted_us.is_(None)
 
 
 async def create(
-    connection: AsyncConnection, name: str, now_us: int, weight: float = 1.0, limits: Limits = NO_LIMITS
+    connection: AsyncConnection,
+    name: str,
+    now_us: int,
+    weight: float = 1.0,
+    limits: Limits = NO_LIMITS,
+    managed_by: str | None = None,
 ) -> Tenant:
     """Create a tenant. Raises Taken."""
-    tenant = Tenant(new_id(), name, weight, limits, now_us)
+    tenant = Tenant(new_id(), name, weight, limits, now_us, managed_by)
     row = {"id": tenant.id, "name": name, "weight": weight, "limits": _limits_text(limits), "created_us": now_us}
+    row |= {"managed_by": managed_by}
     with added_once("tenant", name):
         await connection.execute(tenants.insert().values(**row))
     return tenant
@@ -117,15 +131,17 @@ async def listed(connection: AsyncConnection, after: str, most: int) -> list[Ten
 
 
 def _tenant(row: AnyRow) -> Tenant:
-    return Tenant(row[0], row[1], row[2], _limits(row[3]), row[4])
+    return Tenant(row[0], row[1], row[2], _limits(row[3]), row[4], row[5])
 
 
 async def delete(connection: AsyncConnection, tenant: Tenant, now_us: int) -> None:
-    """Delete a tenant and revoke the tenant's keys; usage stays on the bill. Raises TenantInUse."""
+    """Delete a tenant with the tenant's models, and revoke the keys; usage stays on the bill. Raises TenantInUse."""
     alive = (deployments.c.tenant_id == tenant.id) & deployments.c.deleted_us.is_(None)
     if count := await connection.scalar(select(func.count()).select_from(deployments).where(alive)):
         raise TenantInUse(tenant.name, count)
     await connection.execute(update(tenants).where(tenants.c.id == tenant.id).values(deleted_us=now_us))
+    theirs = (models.c.tenant_id == tenant.id) & models.c.deleted_us.is_(None)
+    await connection.execute(update(models).where(theirs).values(deleted_us=now_us))
     await _revoke(connection, keys.c.tenant_id == tenant.id, now_us)
 
 

@@ -15,17 +15,21 @@ PERIOD_S = 2.0
 
 
 async def give(ready: Callable[[], bool]) -> None:
-    """Endless: give signs of life every PERIOD_S seconds. Raises OSError.
+    """Endless: give signs of life every PERIOD_S seconds. Raises OSError."""
+    while True:
+        note(ready())
+        await asyncio.sleep(PERIOD_S)
+
+
+def note(ready: bool) -> None:
+    """Give a sign of life now. Raises OSError.
 
     STACCATO_SIGNS names the folder of the files; without the variable no files are touched."""
-    folder = os.environ.get("STACCATO_SIGNS")
-    while True:
-        signs = ["alive", "ready"] if ready() else ["alive"]
-        if folder:
-            for sign in signs:
-                (Path(folder) / sign).touch()
-        _notify("WATCHDOG=1" + "\nREADY=1" * ("ready" in signs))
-        await asyncio.sleep(PERIOD_S)
+    signs = ["alive", "ready"] if ready else ["alive"]
+    if folder := os.environ.get("STACCATO_SIGNS"):
+        for sign in signs:
+            (Path(folder) / sign).touch()
+    _notify("WATCHDOG=1" + "\nREADY=1" * ("ready" in signs))
 
 
 def _notify(state: str) -> None:

@@ -25,10 +25,12 @@ KUBERNETES = "1.37"
 KINDS = {
     "v1": ("ConfigMap", "Secret", "Service", "ServiceAccount"),
     "apps/v1": ("Deployment", "StatefulSet"),
+    "apiextensions.k8s.io/v1": ("CustomResourceDefinition",),
     "autoscaling/v2": ("HorizontalPodAutoscaler",),
     "batch/v1": ("Job",),
     "networking.k8s.io/v1": ("NetworkPolicy",),
     "policy/v1": ("PodDisruptionBudget",),
+    "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
     "keda.sh/v1alpha1": ("ScaledObject",),
     "monitoring.coreos.com/v1": ("ServiceMonitor",),
 }

@@ -63,6 +63,7 @@ VALUES: dict[str, dict[str, Any]] = {
         },
         "networkPolicy": {"importCidrs": ["0.0.0.0/0"]},
     },
+    "controller": {"controller": {"enabled": True, "namespaces": ["models", "team-a"]}},
     "pools": {
         "runtime": {"perNode": 8, "runtimeClassName": "nvidia", "diskCache": {"sizeMiB": 1048576}},
         "pools": [

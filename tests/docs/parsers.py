@@ -124,7 +124,7 @@ def wrong_kubectl(arguments: list[str], folder: Path, whole: bool) -> str | None
         template = DEPLOY / f"helm/staccato/templates/{name}.yaml"
         if not template.is_file() or f"kind: {kind}\n" not in template.read_text().lower():
             return f"the chart has no {kind} {name}"
-    verbs = ("create", "label", "rollout", "apply")
+    verbs = ("create", "label", "rollout", "apply", "get", "scale")
     return None if any(verb in arguments for verb in verbs) else f"none of {', '.join(verbs)} is in it"
 
 

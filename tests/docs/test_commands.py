@@ -20,6 +20,7 @@ RUN_BY = {
     "files": "tests/docs/test_files.py",
     "postgres": "tests/docs/test_files.py",
     "resumed": "tests/e2e/faults/test_gateways.py",
+    "declared": "tests/docs/test_declared.py",
 }
 # Needs of the blocks with the mark `needs: NAME`, missing on a test machine, and the number of commands in these
 # blocks: change the number only on purpose.
@@ -27,7 +28,7 @@ NOT_RUN = {
     "make": ("the set-up of an hour or the whole suite, of which this test is a part", 3),
     "docker": ("a container engine", 12),
     "systemctl": ("root, and systemd as process 1", 25),
-    "kubectl": ("a cluster", 10),
+    "kubectl": ("a cluster", 16),
     "helm": ("a cluster", 3),
     "internet": ("a hub; tests/gateway/cli/test_cli.py imports from one of its own", 2),
 }

@@ -47,7 +47,7 @@ HARMLESS_FIELDS = {
     *("language_model_only", "keep_prefixes"),
     "runtime",  # of a join token: an id that is free, so the field names no thing
     *("prompt_pico", "output_pico", "cached_pico", "gpu_s_pico", "switch_s_pico", "cache_gb_s_pico", "kv_gb_s_pico"),
-    *("currency", "valid_from", "amount_minor", "corrects", "percent", "digest", "service_tier"),
+    *("currency", "valid_from", "amount_minor", "corrects", "percent", "digest", "service_tier", "managed_by"),
 }
 # Required fields and parameters that name no thing.
 REQUIRED = {

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config import Settings, admin_key, load
+from gateway.declared.controller import ControllerSettings
 from gateway.ops import doctor, variables
 from gateway.ops.doctor import Finding
 from runtime.config import RuntimeSettings, SchedulerSettings
@@ -60,7 +61,7 @@ def test_a_misspelt_variable_is_named_with_what_is_meant(settings: Settings) -> 
 
 
 def test_the_variables_that_are_known_are_those_that_are_read() -> None:
-    kinds = (Settings, RuntimeSettings, SchedulerSettings, LedgerSettings)
+    kinds = (Settings, RuntimeSettings, SchedulerSettings, LedgerSettings, ControllerSettings)
     fields = {f"STACCATO_{name.upper()}" for kind in kinds for name in kind.model_fields}
     sources = [path for folder in ("gateway", "runtime", "store", "csrc") for path in (ROOT / folder).rglob("*.*")]
     text = "\n".join(path.read_text() for path in sources if path.suffix in (".py", ".cpp", ".h"))
