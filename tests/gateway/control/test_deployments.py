@@ -152,6 +152,8 @@ async def test_a_change_of_what_somebody_else_changed_is_refused(plane_on_both: 
     [
         ({"max_model_len": 4096}, "/max_model_len", "4096 tokens, 'llama' takes 2048"),
         ({"tool_parser": "nonesuch"}, "/tool_parser", "one of hermes is"),
+        ({"warm": ["Mon-Fri 8:00-18:00 Europe/Bonn"]}, "/warm", "the time zone 'Europe/Bonn'"),
+        ({"warm": ["Mon 8:00-9:00 UTC"] * 17}, "/warm", "17 windows, at most 16"),
         ({"reasoning_parser": "nonesuch"}, "/reasoning_parser", "one of qwen3 is"),
         ({"model": "refused"}, "/model", "was refused: architecture 'X' is not one"),
     ],
