@@ -171,6 +171,14 @@ async def test_what_the_model_can_not_do_is_refused(
     assert problem["errors"][0]["pointer"] == pointer and says in problem["detail"]
 
 
+async def test_a_schedule_is_shown_told_to_the_runtimes_and_taken_back_by_a_new_revision(plane: Plane) -> None:
+    windows = ["Mon-Fri 8:00-18:00 Europe/Berlin", "Sat 9:00-12:00 UTC"]
+    client, one = await deployed(plane, warm=windows)
+    assert one["warm"] == windows and (await told(plane, one)).warm == tuple(windows)
+    changed = made(await client.patch("/deployments/chat", json={"warm": []}), 200)
+    assert changed["target"]["warm"] == [] and changed["target"]["engine"] != one["engine"]
+
+
 async def test_an_engine_knows_the_reasoning_parser_and_is_another_one_with_it(plane: Plane) -> None:
     client, plain = await deployed(plane)
     thinking = {"name": "thinking", "model": "llama", "reasoning_parser": "qwen3"}
