@@ -106,7 +106,7 @@ def test_a_model_with_a_rhythm_is_in_memory_when_its_request_comes_and_a_wrong_g
         yield from serve(driven, "b", "c")
         clock.skipped_s += PERIOD_S - 6.0 - (clock() - driven.models["a"].queues.idle.left_at)
         yield lambda: driven.models["a"].phase is Phase.STAGED, []
-        yield from serve(driven, "b", "c")  # nobody asks for a
+        yield from serve(driven, "b", "c")  # no request for a comes
         found["missed"] = cold(driven, "a"), model.staging.staged, model.staging.unused
 
     driven.run(itertools.chain(beginning(driven, tmp_path / "disk"), day()))
