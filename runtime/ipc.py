@@ -96,6 +96,13 @@ class Order(msgspec.Struct, frozen=True, tag="Order"):
     awake: bool
 
 
+class Warm(msgspec.Struct, frozen=True, tag="Warm"):
+    """Keep the image of a model in the host cache from now on, or (`warm` false) no longer."""
+
+    model: str
+    warm: bool
+
+
 # Migration of a request: `move` names the attempt. Copy, Commit, AbortMove and Release of store/contract/wire.py cross
 # the pipe as well. runtime/migration (migrate.py, handover.py) shows the order of the messages.
 
@@ -159,6 +166,7 @@ ToDevice = (
     | Start
     | Stop
     | Order
+    | Warm
     | PrepareMove
     | MoveAnswer
     | wire.Copy

@@ -59,6 +59,7 @@ DETAILS = DEPLOYMENT | {
     "REASONING": "reasoning_parser",
     "TEXT ALONE": "language_model_only",
     "PREFIXES": "keep_prefixes",
+    "WARM": "warm",
 }
 ON_DEVICE = {
     "DEVICE": "device",
@@ -73,6 +74,9 @@ ON_DEVICE = {
     "FIRST ON TIME": "attainment.first_token",
     "LOAD MS": "load_ms",
     "FETCHES": "fetches",
+    "WARM": "warm",
+    "STAGED": "staged",
+    "UNUSED": "staged_unused",
     "WEIGHTS MIB": "weights_mib",
     "KV MIB": "kv_mib",
     "ERROR": "error",
@@ -155,6 +159,14 @@ def deploy(
     keep_prefixes: Annotated[
         bool, typer.Option(help="Whether devices keep computed prompts for later requests of the tenant.")
     ] = True,
+    warm: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WINDOW",
+            help="Times at which the host's memory keeps the model, as 'Mon-Fri 8:00-18:00 Europe/Berlin'; several "
+            "times; '' for none.",
+        ),
+    ] = None,
     canary: Annotated[
         int | None,
         typer.Option(
@@ -185,6 +197,7 @@ def deploy(
         "reasoning_parser": reasoning_parser,
         "language_model_only": language_model_only,
         "keep_prefixes": keep_prefixes,
+        "warm": [window for window in warm or () if window],
     }
     with connect(url, key) as gateway:
         if model is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated, Any
+from zoneinfo import ZoneInfo
 
 import msgspec
 from msgspec import Meta, structs
@@ -34,6 +35,7 @@ from gateway.streams.runtimes import RuntimesView
 from store.contract import wire
 from store.contract.deployments import Deployment, Share, Spec
 from store.contract.priorities import Priority, priority
+from store.contract.warm.schedule import schedule
 from store.db import deployments, models, tenants
 from store.db.database import now_us
 from store.db.deployments import engine_of
@@ -361,6 +363,10 @@ async def model_for(
         raise invalid("/max_model_len", f"{tokens} tokens, {model.name!r} takes {model.artefact.context_tokens}")
     one_of("/tool_parser", spec.tool_parser, serving.tool_parsers)
     one_of("/reasoning_parser", spec.reasoning_parser, serving.reasoning_parsers)
+    try:
+        schedule(spec.warm, ZoneInfo)
+    except ValueError as error:
+        raise invalid("/warm", str(error)) from error
     return model
 
 

@@ -53,6 +53,9 @@ class HostedModel(Shown, frozen=True, kw_only=True):
     waiting: int
     turns: int
     tokens: int
+    warm: bool  # by its schedule, the image stays in the host's memory now
+    staged: int  # times that the history of requests brought the image from disk before a request asked
+    staged_unused: int  # of these, times that the image left again before a request asked
     attainment: AttainedShares | None
 
 
@@ -205,5 +208,8 @@ def _model(lease: Lease, state: wire.ModelState, users: dict[str, str]) -> Hoste
         waiting=state.waiting,
         turns=state.turns,
         tokens=state.tokens,
+        warm=state.warm,
+        staged=state.staged,
+        staged_unused=state.staged_unused,
         attainment=shares(lease.attainment[label] for label in labels if label in lease.attainment),
     )

@@ -8,7 +8,7 @@ export const title = "Deployments";
 export const admin = false;
 
 const SPEC = ["model", "digest", "dtype", "max_model_len", "slo", "priority", "scaling", "tool_parser", "reasoning_parser",
-  "language_model_only", "keep_prefixes"];
+  "language_model_only", "keep_prefixes", "warm"];
 
 export function show(root, { who, signal, say }) {
   let found = [];

@@ -378,6 +378,8 @@ class _Leases(Collector):
             model = self._models.of(key)
             counted["staccato_model_turns", model] += state.turns
             counted["staccato_model_fetches", model] += state.fetches
+            counted["staccato_model_staged", model] += state.staged
+            counted["staccato_model_staged_unused", model] += state.staged_unused
             counted["vllm:generation_tokens", model] += state.tokens
             gauges["staccato_model_resident", model] += state.residency is Residency.RESIDENT
             gauges["staccato_model_on_disk", model] += tier(state) == "disk"

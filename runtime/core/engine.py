@@ -308,6 +308,12 @@ class EngineBuilder(Protocol):
     def on_disk(self, spec: EngineSpec, /) -> bool:
         """Whether the disk has an image of the model, as of a few seconds ago."""
 
+    def spare_room(self, spec: EngineSpec, later: Sequence[EngineSpec], /) -> int | None:
+        """Make room in the host cache for the model's image on disk, from room that costs nothing.
+
+        Such room is free, or has unused images of the models in `later`. Returns the bytes that lack, 0 if there is
+        room or the host cache has the image; None if the disk has no image of the model."""
+
     def hold(self, blocks: list[int], block_bytes: int, life: int) -> Hold | None:
         """Keep host cache blocks that the process numbered `life` parked, even after the death of the process.
 

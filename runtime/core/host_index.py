@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -107,6 +107,21 @@ class Index(msgspec.Struct):
         if ranges := fitted(count):
             self._evict({run.offset for run in unused[:count]}, ranges)
         return ranges
+
+    def let_go(self, fit: Fit, size: int, keys: Collection[str]) -> int:
+        """Evict unused images among `keys`, the least recently used first, until `fit` finds room for `size` bytes.
+
+        Returns 0, or the bytes that lack: then nothing is evicted."""
+        unused = [run for run in self.runs if run.state is RunState.READY and not run.pins and run.key in keys]
+        going: set[int] = set()
+        for run in [None, *sorted(unused, key=lambda run: run.used)]:
+            if run is not None:
+                going.add(run.offset)
+            if ranges := fit(self.gaps([run for run in self.runs if run.offset not in going])):
+                self._evict(going, ranges)
+                return 0
+        free = sum(gap.bytes for gap in self.gaps([run for run in self.runs if run.offset not in going]))
+        return max(FOLIO_BYTES, size - free)
 
     def _evict(self, victims: set[int], ranges: list[Range]) -> None:
         """Remove the runs at the offsets `victims` that overlap the ranges."""

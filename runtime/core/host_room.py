@@ -85,7 +85,7 @@ class HostRoom:
         self._look_at = now + LOOK_S
         held = [each for each in models if each.phase in WITH_ENGINE and each.key not in lack.kept]
         out = [each for each in held if each.retired and each.phase in _STILL]
-        going = self._going(lack, held, now)
+        going = self.going(lack.bytes, held, now)
         if going is not None:
             return RoomStep(model, error, now + RETRY_S, [*out, *going], retries=True)
         if not held and now - lack.since >= GIVE_UP_S:
@@ -102,10 +102,10 @@ class HostRoom:
                 lack.model.demand.lacks_room = False
         return min((lack for lack in self._lacks.values() if lack.model.demand.lacks_room), key=_urgency, default=None)
 
-    def _going(self, lack: ImageLack, held: Sequence[Model], now: float) -> list[Model] | None:
-        """Models without work whose images go now; None if too few bytes would go."""
-        total = sum(_image_bytes(model) for model in held)
-        taken = let_images_go(lack.bytes, [self._holding(model, total, now) for model in held])
+    def going(self, lacks_bytes: int, held: Sequence[Model], now: float) -> list[Model] | None:
+        """Models of `held` without work whose images go now, for `lacks_bytes` bytes; None: too few bytes would go."""
+        total = sum(image_bytes(model) for model in held)
+        taken = let_images_go(lacks_bytes, [self._holding(model, total, now) for model in held])
         return None if taken is None else [model for model in held if model.key in taken]
 
     def _retire(self, held: Sequence[Model], now: float) -> None:
@@ -116,7 +116,7 @@ class HostRoom:
             self._retiring.demand.retires = True
 
     def _holding(self, model: Model, total: int, now: float) -> ModelHolding:
-        size, busy = _image_bytes(model), model.works or bool(model.queues.leaving) or model.phase not in _STILL
+        size, busy = image_bytes(model), model.works or bool(model.queues.leaving) or model.phase not in _STILL
         return_s = model.loads.return_s or model.loads.load_s
         price = IdlePrice(hold=self._rate_at(now) * size / max(total, 1), reactivation=return_s)
         worth_s = threshold_s(model.queues.idle.gaps(now), return_s, price)
@@ -129,7 +129,7 @@ class HostRoom:
             works=busy,
             kept=busy,
             used_at=model.used_at,
-            pinned=model.spec.pinned,
+            pinned=model.spec.pinned or model.staging.warm,
             idle=(now - model.used_at) / worth_s,
             unused_s=now - model.loads.came_at,
             ttft_s=model.queues.ttft_s,
@@ -137,7 +137,8 @@ class HostRoom:
         )
 
 
-def _image_bytes(model: Model) -> int:
+def image_bytes(model: Model) -> int:
+    """Bytes of the image of a model with an engine."""
     return model.demand.weights_pages * model.page_bytes
 
 

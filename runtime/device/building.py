@@ -122,9 +122,15 @@ class Builds:
         self._over_at = float("-inf")  # end of the last build
         self._untidy = False  # a build has ended since the last `tidy`
 
-    def go_on(self, spec: EngineSpec) -> tuple[Built | BuildFailed | Unfinished, Engine | None]:
-        """Begin a build or carry out the next slice. Returns the event for the machine, and the engine once built."""
+    def go_on(
+        self, spec: EngineSpec, later: Sequence[EngineSpec] | None = None
+    ) -> tuple[Built | BuildFailed | Unfinished, Engine | None]:
+        """Begin a build or carry out the next slice. Returns the event for the machine, and the engine once built.
+
+        `later`: the model is staged by the history of requests, and only unused images of these models make room."""
         model, now = ModelKey(spec.key), self._clock()
+        if later is not None and model not in self._began and (failed := self._not_spare(spec, later)) is not None:
+            return failed, None
         began = self._began.setdefault(model, now)
         if model not in self._slices and self._orders is not None and self._orders.order(spec):
             return Unfinished(model, waits=True), None
@@ -148,6 +154,13 @@ class Builds:
         self._pace.note(spec.weight_bytes, self._clock() - max(began, self._over_at))
         self._over_at, self._untidy = self._clock(), True
         return built, engine
+
+    def _not_spare(self, spec: EngineSpec, later: Sequence[EngineSpec]) -> BuildFailed | None:
+        """Make room for an image from room that costs nothing. Returns None if the build may begin."""
+        model, lacks_bytes = ModelKey(spec.key), self._build.spare_room(spec, later)
+        if lacks_bytes is None:
+            return BuildFailed(model, "the disk has no image of the model")
+        return BuildFailed(model, "no room is spare", lacks_bytes, self._irretrievable()) if lacks_bytes else None
 
     def tidy(self, waited_for: bool) -> None:
         """Give memory that builds have left back to the machine, unless requests wait (`waited_for`)."""

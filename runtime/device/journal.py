@@ -37,6 +37,7 @@ class BeginRecord(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     pages_total: int
     page_bytes: int
     version: int = VERSION
+    by_history: bool = False  # whether the machine stages models by the history of their requests
 
 
 class EventRecord(msgspec.Struct, frozen=True, array_like=True, tag="heard"):

@@ -45,21 +45,21 @@ from runtime.core.device.events import (
     Park,
     Parked,
     Placed,
-    Refused,
     Shrink,
+    StageImage,
     Step,
     StepFailed,
     Stepped,
     Tell,
-    Told,
     Unfinished,
+    Warmed,
     Withdrawn,
 )
 from runtime.core.device.instance import Instance
 from runtime.core.device.model import Model, Phase
 from runtime.core.device.pages import Pages
 from runtime.core.device.request import ModelKey, Request, RequestId, request_id
-from runtime.core.engine import BadRequest, Engine, ImageLost
+from runtime.core.engine import Engine, ImageLost
 from runtime.core.engine import EngineBuilder as Builder
 from runtime.core.ledgers.costs import ModelCosts, load_profile, model_size, unknown
 from runtime.core.ledgers.device_time import DeviceTime
@@ -67,6 +67,7 @@ from runtime.core.ledgers.latency import Clocks
 from runtime.core.ledgers.timeline import joined
 from runtime.core.turns.registry import POLICIES
 from runtime.core.turns.turn import Turns
+from runtime.device import asks
 from runtime.device.arrivals import departed, request_of
 from runtime.device.building import Builds, Checks, ImageOrders, reason
 from runtime.device.journal import BeginRecord as JournalBegan
@@ -92,6 +93,7 @@ from runtime.ipc import (
     State,
     Stop,
     ToDevice,
+    Warm,
     Withdraw,
 )
 from runtime.migration.handover import Handover
@@ -115,7 +117,8 @@ class Device:
 
     `turns` decides the models' turns; `clock` is monotonic, in seconds. Without `costs`, costs are guessed by size.
     `has_image`: whether the host cache has a model's image; None: this process makes the images. `build_pages`: number
-    of pages of the pool that a model's build takes."""
+    of pages of the pool that a model's build takes. `by_history`: whether images come up from disk before requests
+    ask for the models."""
 
     def __init__(
         self,
@@ -128,13 +131,14 @@ class Device:
         journal: DecisionJournal | None = None,
         has_image: Callable[[EngineSpec], bool] | None = None,
         build_pages: Callable[[EngineSpec], int] | None = None,
+        by_history: bool = False,
     ) -> None:
         costs = costs or _unknown
         pages = Pages(build.pages_total, build.page_bytes)
         self.account = DeviceTime.open(clock())
         self._clocks = Clocks(clock())
         noted = costs if journal is None else journal.noting(costs)
-        self.instance = Instance(turns, pages, noted, self.account)
+        self.instance = Instance(turns, pages, noted, self.account, by_history)
         self._machine = self.instance if journal is None else Recorded(self.instance, journal)
         self._pipe, self._build, self._clock, self._build_pages = pipe, build, clock, build_pages
         self._stepping = stepping or Stepping(Stepping.create())
@@ -203,9 +207,11 @@ class Device:
                     self._made.setdefault(gateway, []).extend(said)
             case Order(model, awake):
                 event = Ordered(ModelKey(model), awake)
+            case Warm(model, warm):
+                event = Warmed(ModelKey(model), warm)
             case Forget(model, salt):
                 for key in [key for key in self._engines if model in ("", key)]:
-                    self._ask(key, partial(_forget, salt))
+                    self._ask(key, partial(asks.forget, salt))
                 return
             case ShowDevicePages():
                 self._send_pages()
@@ -279,21 +285,23 @@ class Device:
                 case Build(spec):
                     self._clocks.wakes_up(ModelKey(spec.key), self._clock(), built=True)
                     self._hear(self._make(spec))
+                case StageImage(spec, later):
+                    self._hear(self._make(spec, later))
                 case Close(model):
                     self._hear(self._close(model))
                 case Add(request):
                     self._clocks.joined(request, self._clock())
-                    add = self._handover.add if self._handover.brings(request.id) else _add
+                    add = self._handover.add if self._handover.brings(request.id) else asks.add
                     self._ask(request.model, partial(add, request))
                 case Abort(model, requests):
-                    self._ask(model, partial(_abort, model, requests))
+                    self._ask(model, partial(asks.abort, model, requests))
                 case Fetch(model):
                     self._clocks.wakes_up(model, self._clock())
                     self._ask(model, partial(self._fetch, effect))
                 case Park(model):
                     self._ask(model, partial(self._park, model))
                 case Evict(model) | Grow(model) | Shrink(model):
-                    self._ask(model, partial(_resize, effect))
+                    self._ask(model, partial(asks.resize, effect))
 
     def _ask(self, model: ModelKey, act: Ask) -> None:
         """Let the model's engine `act`, and hear the resulting event.
@@ -361,10 +369,12 @@ class Device:
             self._stepping.end()
             self._note("check", model, began)
 
-    def _make(self, spec: EngineSpec) -> Event:
+    def _make(self, spec: EngineSpec, later: tuple[ModelKey, ...] | None = None) -> Event:
         if spec.key not in self._builds:
             self._send_state(Use.PLATFORM)  # a build may take long: tell the node of the beginning
-        event, engine = self._builds.go_on(spec)
+        models = self.instance.models
+        spared = None if later is None else [models[key].spec for key in later if key in models]
+        event, engine = self._builds.go_on(spec, spared)
         if not isinstance(event, Unfinished):
             self._note("build", event.model, self._builds.ended(event.model))
         if engine is not None:
@@ -488,7 +498,7 @@ class Device:
         """Sleep until a command comes, a transfer is over or a model's idle time is up: the device has no work."""
         if self._transfers:
             model = next(iter(self._transfers))  # looking again and again would slow down the copies
-            self._ask(model, partial(_wait, TRANSFER_WAIT_S))
+            self._ask(model, partial(asks.wait, TRANSFER_WAIT_S))
             return
         if self._handover.copying or self._readings:
             self._pipe.wait(TRANSFER_WAIT_S)
@@ -517,39 +527,6 @@ def _billed(delta: Delta, request: Request) -> Delta:
     return structs.replace(delta, spent=request.spent.shown())
 
 
-def _wait(timeout_s: float, engine: Engine) -> None:
-    engine.wait(timeout_s)
-
-
-def _forget(salt: str, engine: Engine) -> None:
-    engine.forget_prefixes(salt)
-
-
-def _add(request: Request, engine: Engine) -> Event:
-    try:
-        engine.add(request.id, request.payload, request.made, request.grammar)
-    except BadRequest as error:
-        return Refused(request.id, request.model, str(error))
-    return Told(request.model, engine.held())
-
-
-def _abort(model: ModelKey, requests: list[RequestId], engine: Engine) -> Event:
-    engine.abort(requests)
-    return Told(model, engine.held())
-
-
-def _resize(effect: Evict | Grow | Shrink, engine: Engine) -> Event | None:
-    match effect:
-        case Evict(_, pages):
-            engine.evict(pages)
-        case Shrink(_, pages):
-            engine.shrink(pages)
-        case Grow(model, pages):
-            engine.grow(pages)
-            return Told(model, engine.held())
-    return None
-
-
 def _us(seconds: float) -> int:
     return round(seconds * 1e6)
 
@@ -573,15 +550,16 @@ def main() -> None:
     builder = Builder(**began.builder)
     prepare(builder)
     build = GroupBuild(builder, others) if others else builder
-    journal = None
+    journal, by_history = None, began.disk_bytes > 0
     if began.journal:
-        head = JournalBegan(began.policy, build.pages_total, build.page_bytes)
+        head = JournalBegan(began.policy, build.pages_total, build.page_bytes, by_history=by_history)
         journal = DecisionJournal(appended(Path(began.journal)), head)
     beside = began.images_beside and builder.makes_images_beside
     has_image = builder.has_image if beside else None
     turns, stepping = POLICIES[began.policy](), Stepping(began.stepping_fd) if began.stepping_fd >= 0 else None
     build_pages = builder.build_pages if builder.builds_in_pool else None
-    Device(end, turns, build, time.monotonic, stepping, _costs(began), journal, has_image, build_pages).run()
+    costs = _costs(began)
+    Device(end, turns, build, time.monotonic, stepping, costs, journal, has_image, build_pages, by_history).run()
     os._exit(0)  # skips vLLM's exit handlers: the process's end tears down everything anyway
 
 

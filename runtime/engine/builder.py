@@ -7,7 +7,7 @@ import inspect
 import os
 import time
 import traceback
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -259,6 +259,16 @@ class Builder:
 
     def on_disk(self, spec: EngineSpec, /) -> bool:
         return self._disk is not None and bool(spec.digest) and self._disk.has(self._key(spec))
+
+    def spare_room(self, spec: EngineSpec, later: Sequence[EngineSpec], /) -> int | None:
+        key = self._key(spec)
+        if self.images.state(key) is not None:
+            return 0
+        stored = self._disk.open(key) if self.on_disk(spec) and self._disk is not None else None
+        if stored is None:
+            return None
+        stored.close()
+        return self.images.spare_room(stored.bytes, [self._key(each) for each in later])
 
     def _key(self, spec: EngineSpec) -> ImageKey:
         shard = f"{ranks.rank()}/{ranks.size()}"

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -153,6 +153,9 @@ class GroupBuild:
 
     def on_disk(self, spec: EngineSpec, /) -> bool:
         return self._build.on_disk(spec)
+
+    def spare_room(self, spec: EngineSpec, later: Sequence[EngineSpec], /) -> int | None:
+        return None  # each rank has an image of its own: a group stages no model by history
 
     def hold(self, blocks: list[int], block_bytes: int, life: int) -> Hold | None:
         return None  # a group receives no blocks from other runtimes

@@ -273,6 +273,14 @@ class Images:
             if not best_fit(index.gaps([run for run in index.runs if run.pins]), size):
                 raise HostCacheFull(size, index)
 
+    def spare_room(self, image_bytes: int, later: Iterable[ImageKey]) -> int:
+        """Make room for an image: free room, or the room of unused images with a key in `later`, and no other room.
+
+        Returns the bytes that lack; 0 if there is room now."""
+        size = whole_folios(image_bytes + NOTES_BYTES)
+        with self.change() as index:
+            return index.let_go(partial(best_fit, size=size), size, {str(key) for key in later})
+
     def hold(self, blocks: Iterable[int], block_bytes: int, life: int) -> HostBlockHold | None:
         """Pin blocks parked by the member with the life `life`, until the hold is released, even if the member dies.
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import msgspec
 import structlog
@@ -16,6 +17,7 @@ from runtime.core.fleet.crash_backoff import Quarantine
 from runtime.core.fleet.hosting import Hosting
 from runtime.core.ledgers.costs import Law, LawCosts
 from runtime.core.ledgers.fair_share import may_take
+from runtime.core.warm_models import WarmModels
 from runtime.migration.host import OpenStream
 from runtime.migration.peers import Peers
 from runtime.node.gateways import Gateways
@@ -54,6 +56,7 @@ class ModelServing:
         self.hosted: dict[str, wire.EngineSpec] = {}
         self.costs = LawCosts(msgspec.convert(law, Law) if law else None, self.hosted)
         self._placed: dict[str, wire.EngineSpec] = {}  # hosted models given to the present device process
+        self._warm = WarmModels(ZoneInfo)
         self.leaving: dict[str, asyncio.Task[None]] = {}  # by model, the task that moves the model's streams away
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -159,6 +162,8 @@ class ModelServing:
     def host(self) -> None:
         """Host the models that this runtime must host now, and begin to leave the models no longer hosted here."""
         now = time.monotonic()
+        for model, warm in self._warm.changes(time.time()):
+            self._own.send(ipc.Warm(model, warm))
         wanted = self._hosting.hosted(self._peers.there(now), now)
         for key, spec in wanted.items():
             self.leaving.pop(key, None)  # the model stays after all
@@ -180,6 +185,13 @@ class ModelServing:
             if key in self._placed or not self._hosting.waits(key, self._peers.states(key, now), now):
                 self._placed[key] = spec
                 self._own.send(ipc.Place(spec))
+                self._follow_schedule(spec)
+
+    def _follow_schedule(self, spec: wire.EngineSpec) -> None:
+        try:
+            self._warm.placed(spec)
+        except ValueError as error:
+            log.warning("node.no_schedule", model=spec.key, detail=str(error))
 
     async def _leave(self, model: str) -> None:
         """Withdraw the model once no stream is left: streams move, or end here. Stops if the model is to stay."""
@@ -194,6 +206,7 @@ class ModelServing:
     def _withdraw(self, model: str) -> None:
         self.leaving.pop(model, None)
         del self.hosted[model]
+        self._warm.withdrawn(model)
         if self._placed.pop(model, None):
             self._own.send(ipc.Withdraw(model))
 
@@ -206,4 +219,4 @@ class ModelServing:
 
     def device_lost(self) -> None:
         """Note that the next device process hosts no model yet."""
-        self._placed = {}
+        self._placed, self._warm = {}, WarmModels(ZoneInfo)

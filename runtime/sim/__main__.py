@@ -30,7 +30,7 @@ from runtime.sim.world import SimulationResult
 
 PROFILES = Path(__file__).parents[2] / "deploy" / "profiles"
 USAGE = 2
-DISK_GB_S = 2.0
+DISK_GB_S, BUILD_S = 2.0, 0.1
 MEASURES: dict[str, Measure] = {"min": "min", "token": "token_attainment"}
 
 
@@ -80,8 +80,6 @@ def _sim_options(parser: argparse.ArgumentParser) -> None:
     option("--models-per-gpu", type=_positive, default=11.0, metavar="N", help="[%(default)g]")
     option("--gpus", type=_count, default=8, help="[%(default)s]")
     option("--gpu", type=_profile, default="h100", metavar="NAME|FILE", help="a profile [%(default)s]")
-    option("--host-cache", type=_positive, metavar="GIB", help="for images, of each GPU [room for all]")
-    option("--disk", type=_positive, metavar="GB/S", help="reads images that leave the host cache [2]")
     _fleet_options(parser)
     option("--set", type=_setting, action="append", default=[], metavar="NAME=VALUE", help="tune the policy")
     option("--seed", type=_seed, default=7, help="[%(default)s]")
@@ -104,7 +102,9 @@ def _sim(chosen: argparse.Namespace) -> None:
         raise ValueError("--picture-until says where a picture ends: say --picture FILE.svg")
     if (chosen.same_models or chosen.flood > 1) and not chosen.tenants:
         raise ValueError("--same-models and --flood are about several tenants: say --tenants 1,1")
-    scenario = Scenario(_workload(chosen), _with_tiers(chosen), chosen.policy, chosen.gpus, objective, _sight(chosen))
+    scenario = Scenario(
+        _workload(chosen), _with_tiers(chosen, chosen.gpu), chosen.policy, chosen.gpus, objective, _sight(chosen)
+    )
     tuning: Tuning = tuple(chosen.set)
     check(chosen.policy, **dict(tuning))
     changed = _changes(chosen) != Changes(seed=chosen.seed, sight=scenario.sight)
@@ -127,15 +127,20 @@ def _sim(chosen: argparse.Namespace) -> None:
         _sim_capacity(chosen, scenario)
 
 
-def _with_tiers(chosen: argparse.Namespace) -> Profile:
-    """Raises ValueError for --disk alone, so that no option is silently ignored."""
-    profile: Profile = chosen.gpu
+def _with_tiers(chosen: argparse.Namespace, profile: Profile) -> Profile:
+    """The profile with the tiers below the device. Raises ValueError for an option of a tier without --host-cache, so
+    that no option is silently ignored."""
     if not chosen.host_cache:
-        if chosen.disk:
-            raise ValueError("--disk says how fast images come back: say with --host-cache how many stay in memory")
+        for name in ("disk", "host_cache_free", "build", "stage"):
+            if getattr(chosen, name):
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is about images on disk: say with --host-cache how many stay in memory")
         return profile
     tiers = ImageTiers(
-        host_cache_bytes=round(chosen.host_cache * (1 << 30)), disk_bytes_per_s=(chosen.disk or DISK_GB_S) * 1e9
+        host_cache_bytes=round(chosen.host_cache * (1 << 30) * (1 - (chosen.host_cache_free or 0.0))),
+        disk_bytes_per_s=(chosen.disk or DISK_GB_S) * 1e9,
+        build_s=BUILD_S if chosen.build is None else chosen.build,
+        by_history=chosen.stage,
     )
     return msgspec.structs.replace(profile, tiers=tiers)
 
@@ -147,6 +152,11 @@ def _fleet_options(parser: argparse.ArgumentParser) -> None:
     option("--tbt", type=_seconds, default=0.1, help="between two tokens [100ms]")
     option("--gateways", type=_count, help=f"gateways that choose GPUs for requests [{AS_GATEWAYS_SEE.gateways}]")
     option("--report-period", type=_seconds, help="between the reports of a GPU to the gateways [250ms]")
+    option("--host-cache", type=_positive, metavar="GIB", help="for images, of each GPU [room for all]")
+    option("--host-cache-free", type=_part, metavar="SHARE", help="of it for parked requests and prefixes [0]")
+    option("--disk", type=_positive, metavar="GB/S", help="reads images that leave the host cache [2]")
+    option("--build", type=_seconds, metavar="TIME", help="to make an engine around an image from disk [100ms]")
+    option("--stage", action="store_true", help="images come up from disk before requests, by their history")
     option("--exact", action="store_true", help="a single gateway, which sees every GPU as the GPU is")
     option(
         "--picture", type=Path, metavar="FILE.svg", help="attainment by load; of a single run who held each GPU when"
@@ -288,7 +298,8 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(chosen: argparse.Namespace) -> None:
-    profile, gpus_most = chosen.gpus
+    kind, gpus_most = chosen.gpus
+    profile = _with_tiers(chosen, kind)
     sizes = read_sizes(chosen.sizes) if chosen.sizes else None
     workload = as_it_is(read_trace(chosen.trace), sizes)
     check(chosen.policy)
@@ -322,7 +333,9 @@ def _plan(chosen: argparse.Namespace) -> None:
 
 def _attained(result: SimulationResult) -> dict[str, object]:
     names = ("token_attainment", "first_token_attainment", "min", "ttft_p50_s", "ttft_p99_s", "busy", "loading")
-    return {name: getattr(result, name) for name in names}
+    told = {name: getattr(result, name) for name in names}
+    loads_per_min = result.disk_loads_per_min
+    return told if loads_per_min is msgspec.UNSET else told | {"disk_loads_per_min": loads_per_min}
 
 
 # ── replay ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -410,6 +423,10 @@ def _positive(text: str) -> float:
 
 def _share(text: str) -> float:
     return _number(text, lambda value: 0 < value <= 1, "a share, as 0.9")
+
+
+def _part(text: str) -> float:
+    return _number(text, lambda value: 0 < value < 1, "a share below 1, as 0.25")
 
 
 def _count(text: str) -> int:

@@ -31,6 +31,7 @@ from runtime.core.device.events import (
     Parked,
     Placed,
     Shrink,
+    StageImage,
     Step,
     Stepped,
     Tell,
@@ -70,14 +71,17 @@ class SimulatedDevice:
         self.profile, self.costs = profile, world.costs_on(number)
         pages = Pages(profile.memory_bytes // profile.page_bytes, profile.page_bytes)
         account = DeviceTime.open(world.now) if len(world.workload.tenants) > 1 else None
-        self.instance = Instance(turns, pages, lambda spec: self.costs[ModelKey(spec.key)], account)
+        by_history = profile.tiers is not None and profile.tiers.by_history
+        self.instance = Instance(turns, pages, lambda spec: self.costs[ModelKey(spec.key)], account, by_history)
         self.engines: dict[ModelKey, SimulatedEngine] = {}
         self._batched_tokens = profile.batched_tokens
         self.busy_s = self.switching_s = self.loading_s = 0.0
         self.prompt_s = 0.0  # time that the prompts of the requests that came take
         self.fetches = 0
         self._in_host_cache: dict[ModelKey, int] = {}  # bytes of each image, if the profile has tiers
-        self._to_read: set[ModelKey] = set()  # models whose images are on disk until the next fetch
+        self._read_at: dict[ModelKey, float] = {}  # when the reading of a model's image from disk ends, until a fetch
+        self.disk_loads = 0  # images that came from disk
+        self._disk_at = 0.0  # when the disk has read everything asked for so far
         self._segment: StepSegment | None = None
         self._occupied = False
         self._last: ModelKey | None = None  # model of the last step
@@ -327,15 +331,10 @@ class SimulatedDevice:
                     self._later(took_s, self._checked, model)
                 case Build(spec):
                     self._build(ModelKey(spec.key))
+                case StageImage(spec):
+                    self._build(ModelKey(spec.key))
                 case Close(model):
-                    engine = self.engines[model]
-                    if engine.weights == engine.weights_pages:
-                        self.world.cluster.left(self.number, model)
-                    engine.weights = engine.kv = 0
-                    engine.here = False
-                    engine.tell()
-                    self._in_host_cache.pop(model, None)
-                    self._hear(Closed(model))
+                    self._close(model)
                 case Lose(request):
                     self.world.ended(request, self.number)
 
@@ -373,9 +372,35 @@ class SimulatedDevice:
             self._hear(BuildFailed(model, "the host cache has no room", lacks if self._in_host_cache else 0))
             return
         self._in_host_cache[model] = size
-        self._to_read.add(model)
+        self.disk_loads += 1
+        self._disk_at = max(self._disk_at, self.world.now) + size / tiers.disk_bytes_per_s
+        self._read_at[model] = self._disk_at
         self._occupied = True
         self._later(tiers.build_s, self._built, model)
+
+    def _close(self, model: ModelKey) -> None:
+        tiers = self.profile.tiers
+        if tiers is None or not tiers.close_s:
+            self._hear(self._dropped(model))
+            return
+        self._occupied = True
+        self._later(tiers.close_s, self._closed, model)
+
+    def _closed(self, model: ModelKey) -> None:
+        self._occupied = False
+        self.happen(self._dropped(model))
+
+    def _dropped(self, model: ModelKey) -> Closed:
+        """Drops the engine of a model; the image leaves the host cache."""
+        engine = self.engines[model]
+        if engine.weights == engine.weights_pages:
+            self.world.cluster.left(self.number, model)
+        engine.weights = engine.kv = 0
+        engine.here = False
+        engine.tell()
+        self._in_host_cache.pop(model, None)
+        self._read_at.pop(model, None)
+        return Closed(model)
 
     def _built(self, model: ModelKey) -> None:
         assert self.profile.tiers is not None
@@ -388,9 +413,8 @@ class SimulatedDevice:
         missing = (engine.weights_pages - engine.weights) * self.profile.page_bytes
         engine.weights, engine.kv = engine.weights_pages, fetch.kv_pages
         took_s = engine.costs.load(missing) + engine.kv_bytes * engine.costs.copy_s_per_byte
-        if fetch.model in self._to_read and self.profile.tiers is not None:  # the copy follows the reading
-            self._to_read.remove(fetch.model)
-            took_s = max(took_s, missing / self.profile.tiers.disk_bytes_per_s)
+        if (read_at := self._read_at.pop(fetch.model, None)) is not None:  # the copy follows the reading
+            took_s = max(took_s, read_at - self.world.now)
         self.fetches += 1
         self.loading_s += took_s
         self.world.cluster.loads(self.number, fetch.model)

@@ -122,7 +122,7 @@ class _Machine:
         self.costs: dict[ModelKey, ModelCosts] = {}
         pages = Pages(began.pages_total, began.page_bytes)
         # The start of the account only tells how long the device was idle before the first event.
-        self._instance = Instance(policies[began.policy](), pages, self._costs, DeviceTime.open(0.0))
+        self._instance = Instance(policies[began.policy](), pages, self._costs, DeviceTime.open(0.0), began.by_history)
 
     def _costs(self, spec: EngineSpec) -> ModelCosts:
         if spec.key not in self.costs:

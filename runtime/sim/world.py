@@ -7,6 +7,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -59,6 +60,11 @@ class SimulationResult(msgspec.Struct, frozen=True):
     refusals: int = 0  # choices of a device that was gone or leaving
     tenants: dict[str, Kept] = {}  # by name, if the workload has several tenants
     priorities: dict[str, Kept] = {}  # by word, if some requests have high priority
+    disk_loads_per_min: float | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # of all devices, while requests came, if images lie on disk
+    staged: int | msgspec.UnsetType = msgspec.UNSET  # images that came up by the history of requests, if allowed
+    staged_unused: int | msgspec.UnsetType = msgspec.UNSET  # images that left again before a request asked
 
 
 class World(Simulation):
@@ -307,7 +313,21 @@ class World(Simulation):
             refusals=self.dispatch.refusals,
             tenants=self._kept_by_tenant(counted),
             priorities=self._kept_by_priority(counted),
+            **self._by_tier(devices),
         )
+
+    def _by_tier(self, devices: list[SimulatedDevice]) -> dict[str, Any]:
+        """Results about images on disk; empty if every image is in the host cache."""
+        tiers = devices[0].profile.tiers
+        if tiers is None:
+            return {}
+        loads, asked_s = sum(device.disk_loads for device in devices), min(self.now, self.workload.duration_s)
+        found: dict[str, Any] = {"disk_loads_per_min": 60 * loads / asked_s}
+        if tiers.by_history:
+            staging = [model.staging for device in devices for model in device.instance.models.values()]
+            found |= {"staged": sum(each.staged for each in staging)}
+            found |= {"staged_unused": sum(each.unused for each in staging)}
+        return found
 
     def _kept_by_tenant(self, counted: list[Request]) -> dict[str, Kept]:
         if len(self.workload.tenants) == 1:

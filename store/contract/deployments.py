@@ -23,6 +23,9 @@ Idle = Annotated[
 ]
 
 
+WarmWindow = Annotated[str, Meta(max_length=160, description="days, times and a time zone: Mon-Fri 8:00-18:00 UTC")]
+
+
 class Progress(Struct, frozen=True, kw_only=True):
     """Progress of the import of a model, or of the building of a deployment's engine."""
 
@@ -66,6 +69,7 @@ class Spec(_Part, frozen=True, kw_only=True):
     reasoning_parser: Parser | None = None
     language_model_only: bool = False  # no pictures: the parts of the model that see are not loaded
     keep_prefixes: bool = True  # False: runtimes keep nothing of a request's prompt and output beyond the request's end
+    warm: tuple[WarmWindow, ...] = ()  # while a window is open, runtimes keep the model's image in the host's memory
 
 
 class Share(_Part, frozen=True, kw_only=True):

@@ -166,6 +166,8 @@ METRICS: dict[str, Metric] = {
         _gauge("staccato_model_failed", "Runtimes that can't serve it.", "model_name"),
         _gauge("staccato_model_pages", "Pages that it holds, over all runtimes.", "model_name", "holds"),
         _counter("staccato_model_turns", "Turns that it had.", "model_name"),
+        _counter("staccato_model_staged", "Times that its image came from disk before a request asked.", "model_name"),
+        _counter("staccato_model_staged_unused", "Of these, what left again before a request asked.", "model_name"),
         _counter("staccato_model_fetches", "Times that it was brought from the host's memory.", "model_name"),
         # vLLM's metrics, under vLLM's names, by model: vLLM's autoscalers and dashboards find these series.
         _gauge("vllm:num_requests_running", "Requests in the engine.", "model_name"),

@@ -134,6 +134,8 @@ class EngineSpec(Message, frozen=True, kw_only=True, tag="EngineSpec"):
     language_model_only: bool | msgspec.UnsetType = msgspec.UNSET
     # What the layers keep. Unset: every layer keeps every token, and the message is as before there was the field.
     kv_layers: tuple[KeptLayers, ...] | msgspec.UnsetType = msgspec.UNSET
+    # Windows of the week in which the image stays in the host cache (store/contract/warm). Unset: there are none.
+    warm: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def kv(self) -> KvCurve[int]:
@@ -449,6 +451,9 @@ class ModelState(Message, frozen=True, kw_only=True, tag="ModelState", omit_defa
     ever_resident: bool = False  # absent in messages of earlier versions: readers ask `was_resident`
     build_place: int = 0  # 1: the engine is built now; n: n - 1 engines are built first; 0: no build is due
     build_eta_s: float = 0.0  # until the engine is built, by the speed of the last builds; 0: not known
+    warm: bool = False  # by order, the image stays in the host cache now
+    staged: int = 0  # times that the history of requests brought the image from disk before a request asked
+    staged_unused: int = 0  # of these, times that the image left the host cache before a request asked
 
     @property
     def was_resident(self) -> bool:

@@ -51,6 +51,8 @@ def engine_of(spec: Spec, model: StoredModel) -> wire.EngineSpec:
     text = language_model_only(artefact.architecture, spec.language_model_only)
     if text:
         settings += "|language_model_only"
+    if spec.warm:
+        settings += f"|warm {';'.join(spec.warm)}"
     return wire.EngineSpec(
         key=f"{artefact.digest[:16]}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}",
         path=model.path,
@@ -66,6 +68,7 @@ def engine_of(spec: Spec, model: StoredModel) -> wire.EngineSpec:
         replicas=replicas,
         reasoning_parser=spec.reasoning_parser or "",
         language_model_only=text or msgspec.UNSET,
+        warm=spec.warm or msgspec.UNSET,
     )
 
 

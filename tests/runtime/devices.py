@@ -34,6 +34,7 @@ class Kept:
         self.version, self.pages_total, self.page_bytes = build.version, build.pages_total, build.page_bytes
         self.pages_used = build.pages_used
         self.on_disk, self.device_bytes = build.on_disk, build.device_bytes
+        self.spare_room = build.spare_room
         self.life, self.hold, self.block_tokens = build.life, build.hold, build.block_tokens
         self._build = build
         self._engines: dict[str, Engine] = {}
@@ -74,15 +75,16 @@ class Driven:
         journal: Path,
         specs: list[EngineSpec],
         clock: Callable[[], float] = time.monotonic,
+        by_history: bool = False,
     ) -> None:
         self._ours, theirs = ipc.pair()
         self._ours.setblocking(False)
         self._theirs, self._in = theirs, bytearray()
-        began = BeginRecord(policy, build.pages_total, build.page_bytes)
+        began = BeginRecord(policy, build.pages_total, build.page_bytes, by_history=by_history)
         self._end = _End(theirs, self._before)
         self._journal = appended(journal)
         written = DecisionJournal(self._journal, began)
-        self.device = Device(self._end, POLICIES[policy](), build, clock, journal=written)
+        self.device = Device(self._end, POLICIES[policy](), build, clock, journal=written, by_history=by_history)
         self.specs = {spec.key: spec for spec in specs}
         self.said: dict[int, list[int]] = {}
         self.payloads: list[bytes] = []

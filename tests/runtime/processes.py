@@ -26,7 +26,9 @@ class DeviceProcess:
 
     end: ipc.NodeEnd
     state: ipc.State
+    said: dict[int, list[int]]
     cached: dict[int, int]
+    ended: dict[int, tuple[Finish, str]]
 
     @classmethod
     async def start(
@@ -50,9 +52,9 @@ class DeviceProcess:
                 self.process = await forked(forks, "runtime.device", began.arguments(), os.environ, files)
         self.end = await ipc.NodeEnd.open(ours)
         self.state = ipc.State()
-        self.said: dict[int, list[int]] = {}
-        self.cached: dict[int, int] = {}
-        self.ended: dict[int, tuple[Finish, str]] = {}
+        self.said = {}
+        self.cached = {}
+        self.ended = {}
         self._streams = 0
         self._news = asyncio.Condition()
         self._reader = asyncio.create_task(self._read())

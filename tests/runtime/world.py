@@ -40,6 +40,7 @@ from runtime.core.device.events import (
     Parked,
     Refused,
     Shrink,
+    StageImage,
     Step,
     StepFailed,
     Stepped,
@@ -177,11 +178,12 @@ class World:
         turns: Turns | None = None,
         prompt_most: int = 0,
         step_s: float = 1 / 64,
+        by_history: bool = False,
     ) -> None:
         pages = Pages(total, PAGE_BYTES)
         self.account = DeviceTime.open(0.0)
         turns = turns or RoundRobin(quota)
-        self.instance = Instance(turns, pages, lambda spec: unknown(model_size(spec)), self.account)
+        self.instance = Instance(turns, pages, lambda spec: unknown(model_size(spec)), self.account, by_history)
         self.now, self.step_s = 0.0, step_s
         self.segment = 1
         self.runs_ahead: Callable[[], bool] = lambda: False  # whether an engine begins a further step if allowed
@@ -329,7 +331,7 @@ class World:
                 closing = self.instance.models[self.ahead].phase is Phase.CLOSING
                 assert is_next or closing, f"{effect} while a step of {self.ahead} is under way"
             match effect:
-                case Build() | Step() | Check() | Close():
+                case Build() | StageImage() | Step() | Check() | Close():
                     assert self.out is None, "two device effects at once"
                     self.out, self._alone = effect, True
                 case Tell(request, at, output):
@@ -397,14 +399,14 @@ class World:
         self.hear(BuildFailed(key, "no such file") if fails else ImageOver(key))
 
     def _answer(self, out: DeviceEffect, fails: bool, finishes: Callable[[RequestId], bool]) -> Event:
-        if self.unfinished and isinstance(out, Build | Check):
+        if self.unfinished and isinstance(out, Build | StageImage | Check):
             self.unfinished -= 1
-            key = ModelKey(out.spec.key) if isinstance(out, Build) else out.model
-            if waits := isinstance(out, Build) and self.images_wait:
+            key = out.model if isinstance(out, Check) else ModelKey(out.spec.key)
+            if waits := not isinstance(out, Check) and self.images_wait:
                 self.imaging.append(key)
             return Unfinished(key, waits)
         match out:
-            case Build(spec):
+            case Build(spec) | StageImage(spec):
                 key = ModelKey(spec.key)
                 if fails:
                     return BuildFailed(key, "no such file")

@@ -135,6 +135,16 @@ def test_plan_tells_how_many_gpus_are_needed(capsys: pytest.CaptureFixture[str],
     assert picture.read_text().startswith("<svg")
 
 
+def test_plan_knows_a_host_cache_with_room_for_some_images(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = written(tmp_path / "trace.csv", [[f"{at * 5:g}", f"model-{at % 3}", "40", "20"] for at in range(30)])
+    roomy, short = (
+        told(capsys, "plan", "--trace", str(trace), "--gpus", "h100:1", *more)["curve"][0]  # type: ignore[index]
+        for more in ([], ["--host-cache", "32", "--disk", "4", "--build", "1s"])
+    )
+    assert "disk_loads_per_min" not in roomy and short["disk_loads_per_min"] > 0
+    assert short["ttft_p50_s"] > roomy["ttft_p50_s"] + 1.0
+
+
 def test_plan_says_when_the_most_gpus_are_too_few(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = written(tmp_path / "usage.csv", TRACE)
     arguments = ["plan", "--trace", str(trace), "--gpus", "h100:2", "--ttft", "100ms", "--attainment", "1"]
@@ -169,6 +179,8 @@ def test_plan_says_when_the_most_gpus_are_too_few(capsys: pytest.CaptureFixture[
         (["plan", "--trace", "nowhere.parquet", "--gpus", "h100:2"], "nowhere.parquet"),
         (["plan", "--trace", "nowhere.parquet", "--gpus", "h100"], "h200:4"),
         (["plan", "--gpus", "h100:2"], "--trace"),
+        (["sim", "--stage"], "--stage is about images on disk: say with --host-cache"),
+        (["plan", "--trace", "x.csv", "--gpus", "h100:2", "--disk", "2"], "--disk is about images on disk"),
         ([], "COMMAND"),
     ],
 )

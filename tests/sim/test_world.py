@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from runtime.core.device.request import ModelKey, Objective, Request, request_id
@@ -81,6 +82,37 @@ def test_images_beyond_the_host_cache_come_from_disk_and_every_request_is_served
         waits = [request.progress.first_at - request.arrived_at for request in world.requests]
         first_s[images] = sum(waits)
     assert first_s[3] > first_s[6] + 1.0, "images that come from disk take longer"
+
+
+def rhythmic(period_s: float, requests: int, models: int = 4) -> Workload:
+    """Every model is asked in one rhythm, one model after another."""
+    at_s = [period_s * (at // models) + period_s / models * (at % models) for at in range(requests)]
+    return work(at_s, [64] * requests, [4] * requests, models)
+
+
+def test_images_come_up_before_requests_that_come_in_a_rhythm() -> None:
+    """The host cache has room for three of four images, so without staging every request waits for the disk."""
+    workload, first_s, results = rhythmic(80.0, 60), dict[bool, float](), dict[bool, SimulationResult]()
+    for by_history in (False, True):
+        tiers = ImageTiers(
+            host_cache_bytes=3 * 8 * PAGE, disk_bytes_per_s=8 * PAGE / 0.5, close_s=0.05, by_history=by_history
+        )
+        world = World(workload, replace(profile(10), tiers=tiers), Slack, InTurns(), 1, Objective(), checks=True)
+        world.run(600.0)
+        world.check()
+        assert made(world) == workload.output_tokens.tolist()
+        first_s[by_history] = float(np.median([r.progress.first_at - r.arrived_at for r in world.requests]))
+        results[by_history] = world.result(0.0)
+    assert first_s[False] > 0.5 > 0.2 > first_s[True]
+    told = results[True]
+    assert isinstance(told.staged, int) and isinstance(told.staged_unused, int)
+    assert told.staged > 10 and told.staged_unused <= 2
+
+
+def test_without_images_on_disk_results_say_nothing_about_them() -> None:
+    told = World(rhythmic(10.0, 8), profile(40), Slack, InTurns(), 1, Objective())
+    told.run(60.0)
+    assert {"disk_loads_per_min", "staged", "staged_unused"}.isdisjoint(to_builtins(told.result(0.0)))
 
 
 ONE_BY_ONE = Rules(migrate=True, whole=False)

@@ -1,6 +1,6 @@
 """Everything that the Instance machine hears (events) and asks for (effects). Pure values.
 
-Device effects (Build, Step, Check, Close) use the device. At most one device effect is under way; an event answers the
+Device effects (Build, StageImage, Step, Check, Close) use the device. At most one is under way; an event answers the
 effect before the machine asks for the next. A long Build or Check is answered by Unfinished again and again, and other
 models step in between. Memory effects move pages and block nothing: Evict, Grow and Shrink are done at once, while
 Fetch and Park begin a transfer whose end is heard later. The device process carries effects out in the order in which
@@ -66,6 +66,13 @@ class Ordered(msgspec.Struct, frozen=True):
 
     model: ModelKey
     awake: bool  # True: load the model; False: give the pages of a model without requests back
+
+
+class Warmed(msgspec.Struct, frozen=True):
+    """A tenant's schedule begins, or ceases, to keep the model's image in the host cache."""
+
+    model: ModelKey
+    warm: bool
 
 
 # ── events: answers to device effects ─────────────────────────────────────────────────────────────────────────────────
@@ -201,6 +208,7 @@ Event = (
     | Cancelled
     | MoveStep
     | Ordered
+    | Warmed
     | Built
     | BuildFailed
     | Unfinished
@@ -226,6 +234,16 @@ class Build(msgspec.Struct, frozen=True):
     spec: EngineSpec
 
 
+class StageImage(msgspec.Struct, frozen=True):
+    """Begin or go on to build the engine, as Build, although no request waits for the engine.
+
+    With `later`, the model is staged by the history of its requests: the image must lie on disk, and may take free room
+    and the room of unused images of the models in `later`. BuildFailed answers if that does not suffice."""
+
+    spec: EngineSpec
+    later: tuple[ModelKey, ...] | None = None  # None: the build may take room as any build
+
+
 class Step(msgspec.Struct, frozen=True):
     """Step the engine once.
 
@@ -248,7 +266,7 @@ class Close(msgspec.Struct, frozen=True):
     model: ModelKey
 
 
-DeviceEffect = Build | Step | Check | Close
+DeviceEffect = Build | StageImage | Step | Check | Close
 
 # ── memory effects: pages ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -99,6 +99,11 @@ class IdleThreshold:
             self._gaps.add(now - self._left_at, now)
             self._left_at = None
 
+    @property
+    def left_at(self) -> float | None:
+        """When the last request ended, in seconds; None: the model has requests, or never had any."""
+        return self._left_at
+
     def gaps(self, now: float) -> list[float]:
         """Lengths of the gaps in seconds that the threshold is learnt from."""
         return self._gaps.recent(now)

@@ -42,12 +42,13 @@ from runtime.core.device.events import (
     Placed,
     Refused,
     Shrink,
+    StageImage,
     Step,
     StepFailed,
     Stepped,
-    Tell,
     Told,
     Unfinished,
+    Warmed,
     Withdrawn,
 )
 from runtime.core.device.model import MOVING, WITH_ENGINE, Model, Phase, Wish
@@ -63,19 +64,21 @@ from runtime.core.host_room import HostRoom
 from runtime.core.ledgers.costs import ModelCosts
 from runtime.core.ledgers.device_time import DeviceTime
 from runtime.core.ledgers.estimate import CostEstimate
+from runtime.core.staging import StagingPlans
 from runtime.core.turns.turn import Turns
 from store.contract.wire import EngineSpec, Finish
 
 FETCH_TRIES = 3  # in a row
 LATE = 2.0  # a turn whose steps take more than twice their estimate ends early: the policy decides again
 _NEVER = float("inf")
+Costs = Callable[[EngineSpec], ModelCosts]
 
 
 class Instance:
     """State machine of a GPU or CPU. Call `hear` for every event, and `decide` while no device effect is under way."""
 
     def __init__(
-        self, turns: Turns, pages: Pages, costs: Callable[[EngineSpec], ModelCosts], account: DeviceTime | None = None
+        self, turns: Turns, pages: Pages, costs: Costs, account: DeviceTime | None = None, by_history: bool = False
     ) -> None:
         self.models: dict[ModelKey, Model] = {}
         self.pages = pages
@@ -85,6 +88,7 @@ class Instance:
         self.account = account  # None: the device's time is not accounted for
         self._turns, self._costs = turns, costs
         self._rooms, self._host_room = Rooms(), HostRoom()
+        self._staging = StagingPlans(self._host_room, by_history)
         self.requests = Requests(self._rooms, pages.total)
         self._fetching: ModelKey | None = None
         self._turn_no = 0
@@ -146,12 +150,17 @@ class Instance:
                 return self._withdraw(key, now)
             case Ordered(key, awake):
                 return self._order(key, awake, now)
+            case Warmed(key, warm):
+                self._staging.order(self.models.get(key), warm, now)
+                return []
             case Built():
                 return self._built(self.models[event.model], event, now)
             case Unfinished(key, waits):
                 return self._unfinished(self.models[key], waits)
             case ImageOver(key):
-                self._unbuilt(self.models[key])
+                model = self.models[key]
+                self._unbuilt(model)
+                self._staging.imaged(model, now)
                 return []
             case BuildFailed():
                 return self._build_failed(self.models[event.model], event, now)
@@ -163,7 +172,7 @@ class Instance:
             case EngineFailed(key, error):
                 return self._break(self.models[key], f"the engine failed: {error}", now)
             case Closed(key):
-                return self._closed(self.models[key])
+                return self._closed(self.models[key], now)
             case Refused(request, _, error):
                 return self.requests.lose([request], error, now, Finish.ERROR)
             case _:
@@ -202,6 +211,7 @@ class Instance:
         if model.failures.error:
             return [Lose(request, model.failures.error)]
         model.used_at = now
+        self._staging.asked(model)
         if model.wish is Wish.ASLEEP:
             model.wish = Wish.NONE
         self.requests.arrive(request, model, now)
@@ -214,6 +224,7 @@ class Instance:
             return []
         if awake:
             model.used_at = now
+            self._staging.asked(model)
             self._want(model)
         elif not model.has_requests:
             model.wish = Wish.ASLEEP
@@ -226,7 +237,8 @@ class Instance:
         self._busy = False
         self._enter(model, Phase.STAGED)
         model.demand.weights_pages, model.sequential = built.weights_pages, built.sequential
-        model.loads.loading_s, model.loads.from_host = built.took_s, built.source is WeightSource.HOST
+        self._staging.built(model, now)
+        model.loads.built(built.took_s, built.source is WeightSource.HOST)
         self.pages.settle(model.key, built.held)
         least = built.weights_pages + built.kv_pages_least
         if self._leave_if_withdrawn(model) or least <= self.pages.total:
@@ -249,7 +261,11 @@ class Instance:
 
     def _build_failed(self, model: Model, failed: BuildFailed, now: float) -> list[Effect]:
         error = f"the model could not be loaded: {failed.error}"
-        if not (self._unbuilt(model) or failed.lacks_bytes):
+        harmless = bool(failed.lacks_bytes) or (model.stages and model.staging.later is not None)
+        harmless = self._unbuilt(model) or harmless
+        for going in self._staging.failed(model, failed, self.models.values(), now):
+            self._enter(going, Phase.CLOSING)
+        if not harmless:
             return self._fail(model, error, now)
         if model.works:
             self._host_room.lack(model, failed.lacks_bytes, failed.kept, error, now)
@@ -291,7 +307,7 @@ class Instance:
         model.failures.count, model.used_at = 0, now
         if model.loads.proving:
             self._rooms.put_off_proofs(now)
-        if not model.loads.from_host:
+        if not (model.loads.from_host or model.loads.staged):
             self._host_room.came(model.loads.loading_s, now)
         model.loads.came(now)
         if model.wish is Wish.AWAKE:
@@ -308,13 +324,14 @@ class Instance:
             self._leave_if_withdrawn(model)
         return []
 
-    def _closed(self, model: Model) -> list[Effect]:
+    def _closed(self, model: Model, now: float) -> list[Effect]:
         self._busy = False
         self.pages.settle(model.key, Held())
         if model.demand.retires:  # the model whose image lacked room is built first
             self._rooms.upkeep.pop(model.key, None)
             model.demand.retires = False
         self._enter(model, Phase.FAILED if model.failures.error else Phase.COLD)
+        self._staging.closed(model, now)
         self._leave_if_withdrawn(model)
         return []
 
@@ -376,24 +393,8 @@ class Instance:
         if stepped.held != self.pages.of(model.key):
             self.pages.settle(model.key, stepped.held)
             self._changed = True
-        effects: list[Effect] = []
-        for output in stepped.outputs:
-            request = running.get(output.request)
-            if request is None:  # the request was cancelled while the step ran
-                continue
-            progress, made = request.progress, len(output.tokens)
-            effects.append(Tell(request, progress.sent, output))
-            if made:
-                if not request.computed:
-                    request.computed = True
-                    model.queues.prompts -= 1
-                progress.deliver(began, made, step_s if made == steps else steps * step_s / made)
-                model.queues.context += made
-                model.record.tokens += made
-            if output.finish is not None:
-                self.requests.finish(request, now)
-                self._changed = True
-        model.deadlines.changed()
+        effects, ended = self.requests.deliver(model, stepped, now)
+        self._changed = self._changed or ended
         if not stepped.busy and running:
             # The engine forgot requests still counted as running: a bug of an engine must not silence a client.
             effects += self.requests.lose(running, "the engine ended without this request", now, suspect=True)
@@ -456,7 +457,7 @@ class Instance:
             return Check(model.key)
         if model.phase is Phase.COLD:
             self._enter(model, Phase.BUILDING)
-        return Build(model.spec)
+        return StageImage(model.spec, model.staging.later) if model.stages else Build(model.spec)
 
     def _tidy(self, now: float) -> list[Effect]:
         """Retry failed models, park models idle for too long, evict models sent to sleep; set the next tick."""
@@ -476,9 +477,8 @@ class Instance:
 
     def _make_host_room(self, now: float) -> list[Effect]:
         """Close the engines whose images make room for an image that lacks room, then try the build again."""
-        step = self._host_room.decide(self.models.values(), now)
-        if step is None:
-            return []
+        if (step := self._host_room.decide(self.models.values(), now)) is None:
+            return self._stage(now)
         self._tick_at = min(self._tick_at, step.tick_at)
         for model in step.going:
             self._enter(model, Phase.CLOSING)
@@ -486,6 +486,15 @@ class Instance:
             return self._fail(step.model, step.error, now)
         if step.retries:
             self._rooms.wait_for_host(step.model, False)
+        return []
+
+    def _stage(self, now: float) -> list[Effect]:
+        """Begin to stage a model, if a model is due and no other model comes up."""
+        quiet = self._fetching is None and not (self._rooms.upkeep or self._rooms.unbuilt)
+        if quiet and (model := self._staging.due(self.models.values(), self.pages.free, now)) is not None:
+            self.pages.book(model.key, weights=model.demand.build_pages)
+            self._enter(model, Phase.BUILDING)
+        self._tick_at = min(self._tick_at, self._staging.next_at(now))
         return []
 
     # ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -586,11 +595,6 @@ class Instance:
         self.requests.check(self.models.values())
         if self.account is not None:
             self.account.check()
-        for model in self.models.values():
-            where = f"{model.key} in {model.phase.name}"
-            model.check(where, self.pages.of(model.key))
-            assert model.works == (model.key in self._rooms.working), f"{where} is in the wrong room"
-        fetching = [model.key for model in self.models.values() if model.phase is Phase.FETCHING]
-        assert fetching == [self._fetching] * (self._fetching is not None), f"{fetching} are fetched at once"
+        self._rooms.check(self.models.values(), self.pages, self._fetching)
         assert set(self.pages.held) <= set(self.models), "pages are held by a model that is not there"
         self.pages.check()

@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 from runtime.core.device.deadlines import Deadlines
 from runtime.core.device.queues import Queues
-from runtime.core.device.record import LoadRecord, ModelFailures, PageDemand, TurnRecord
+from runtime.core.device.record import LoadRecord, ModelFailures, PageDemand, Staging, TurnRecord
 from runtime.core.device.request import ModelKey
 from runtime.core.engine import Held, Output
 from runtime.core.ledgers.estimate import CostEstimate
@@ -82,6 +82,7 @@ class Model:
     demand: PageDemand = field(default_factory=PageDemand)
     failures: ModelFailures = field(default_factory=ModelFailures)
     loads: LoadRecord = field(default_factory=LoadRecord)
+    staging: Staging = field(default_factory=Staging)
     record: TurnRecord = field(default_factory=TurnRecord)
 
     def __post_init__(self) -> None:
@@ -105,6 +106,11 @@ class Model:
     def builds(self) -> bool:
         """Whether the model's engine is being built, or has to be built."""
         return self.phase is Phase.BUILDING or (self.phase is Phase.COLD and self.works and not self.withdrawn)
+
+    @property
+    def stages(self) -> bool:
+        """Whether the model comes up to the host cache, or is to come up, and nothing waits for the model."""
+        return self.staging.under_way and not self.works
 
     @property
     def can_step(self) -> bool:
@@ -280,5 +286,8 @@ class Model:
             head_bytes=head_bytes,
             queued_bytes=queued_bytes,
             least_bytes=self._least_bytes(),
+            warm=self.staging.warm,
+            staged=self.staging.staged,
+            staged_unused=self.staging.unused,
             prefill_ms=round(self.costs.prefill(self.spec.max_model_len) * 1e3, 3) if self.record.tokens else 0.0,
         )

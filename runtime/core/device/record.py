@@ -61,6 +61,7 @@ class LoadRecord:
     loading_s: float = 0.0  # duration so far of the way to RESIDENT
     from_host: bool = True  # the last build found the image in the host cache
     return_s: float = 0.0  # duration of the last way to RESIDENT that began at disk or files; 0: there was none
+    staged: bool = False  # the last build was for staging, ahead of any request
     load_ms: float = 0.0  # duration of the last completed way to RESIDENT
     fetches: int = 0
     fetch_ms: float = 0.0
@@ -74,6 +75,10 @@ class LoadRecord:
         checked = self.fetches + CHECKED_FIRST if self.proved else self.fetches
         return checked <= CHECKED_FIRST or checked % CHECKED_EVERY == 0
 
+    def built(self, took_s: float, from_host: bool) -> None:
+        """Note a build of `took_s` seconds. Time of a build for staging is no part of the next way to RESIDENT."""
+        self.loading_s, self.from_host = 0.0 if self.staged else took_s, from_host
+
     def fetched(self, took_s: float) -> None:
         self.fetches += 1
         self.fetch_ms = took_s * 1e3
@@ -84,9 +89,24 @@ class LoadRecord:
         self.came_at, self.ever_resident, self.proving = now, True, False
         if self.left_at is not None:
             self.away_us, self.left_at = self.away_us + round((now - self.left_at) * 1e6), None
-        if not self.from_host:
-            self.return_s, self.from_host = self.loading_s, True
+        if not (self.from_host or self.staged):
+            self.return_s = self.loading_s
+        self.from_host, self.staged = True, False
         self.load_ms, self.loading_s = self.loading_s * 1e3, 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Staging:
+    """Staging of a model: the engine is built around the model's image before a request asks for the model."""
+
+    warm: bool = False  # the image stays in the host cache, by order
+    under_way: bool = False  # the build under way, or the next build, is for staging
+    # Of staging by the history of requests: models whose images may go for the room. None: of staging by order.
+    later: tuple[ModelKey, ...] | None = None
+    unasked: bool = False  # the model was staged by history, and no request has come since
+    tried_of: float | None = None  # end of the last request, at the last try to stage the model by history
+    staged: int = 0  # times that the model was staged by history
+    unused: int = 0  # times that such an image left the host cache before a request asked for the model
 
 
 @dataclass(slots=True, eq=False)

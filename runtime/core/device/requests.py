@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from runtime.core.device.events import Abort, Effect, Lose
+from runtime.core.device.events import Abort, Effect, Lose, Stepped, Tell
 from runtime.core.device.model import Model, Wish
 from runtime.core.device.request import Request, RequestId
 from runtime.core.device.rooms import Rooms
@@ -73,6 +73,30 @@ class Requests:
         if self.shares.settle(had_us):
             for model in self._rooms.working.values():
                 model.deadlines.changed()
+
+    def deliver(self, model: Model, stepped: Stepped, now: float) -> tuple[list[Effect], bool]:
+        """Book the outputs of a step. Returns effects that tell the outputs, and whether a request has ended."""
+        effects: list[Effect] = []
+        queues, ended, steps, step_s = model.queues, False, stepped.steps, stepped.step_s
+        began = now - steps * step_s
+        for output in stepped.outputs:
+            request = queues.running.get(output.request)
+            if request is None:  # the request was cancelled while the step ran
+                continue
+            progress, made = request.progress, len(output.tokens)
+            effects.append(Tell(request, progress.sent, output))
+            if made:
+                if not request.computed:
+                    request.computed = True
+                    queues.prompts -= 1
+                progress.deliver(began, made, step_s if made == steps else steps * step_s / made)
+                queues.context += made
+                model.record.tokens += made
+            if output.finish is not None:
+                self.finish(request, now)
+                ended = True
+        model.deadlines.changed()
+        return effects, ended
 
     def stay(self, id: RequestId) -> None:
         """Move a leaving request back to the running requests. A model that was to sleep meanwhile stays awake."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from runtime.core.device.model import Model, Phase, Wish
+from runtime.core.device.pages import Pages
 from runtime.core.device.request import ModelKey
 from runtime.core.device.view import ModelView
 
@@ -67,6 +68,16 @@ class Rooms:
         if not kept.queues.waiting:
             return True
         return next((model.key for model in order if model.key in (kept.key, stepper.key)), stepper.key) != kept.key
+
+    def check(self, models: Iterable[Model], pages: Pages, fetching: ModelKey | None) -> None:
+        """Assert what holds of each model between two events, and that no model but `fetching` is fetched."""
+        fetched = []
+        for model in models:
+            where = f"{model.key} in {model.phase.name}"
+            model.check(where, pages.of(model.key))
+            assert model.works == (model.key in self.working), f"{where} is in the wrong room"
+            fetched += [model.key] if model.phase is Phase.FETCHING else []
+        assert fetched == [fetching] * (fetching is not None), f"{fetched} are fetched at once"
 
     def put_off_proofs(self, now: float) -> None:
         """Give each model to be proved as much time again: requests then wait for one proof, not for all proofs."""

@@ -139,6 +139,8 @@ class ImageTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     host_cache_bytes: Count  # for each device
     disk_bytes_per_s: Positive  # rate at which a device's images are read
     build_s: NotNegative = 0.1  # time to make an engine around an image
+    close_s: NotNegative = 0.0  # time to close an engine
+    by_history: bool = False  # images come up before requests, by the history of requests
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -309,6 +309,9 @@ class PacedBuilder:
     def on_disk(self, spec: EngineSpec, /) -> bool:
         return False
 
+    def spare_room(self, spec: EngineSpec, later: Sequence[EngineSpec], /) -> int | None:
+        return None
+
     def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
         return []
 

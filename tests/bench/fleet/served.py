@@ -146,6 +146,9 @@ class Watching:
     def on_disk(self, spec: EngineSpec, /) -> bool:
         return False
 
+    def spare_room(self, spec: EngineSpec, later: Sequence[EngineSpec], /) -> int | None:
+        return None
+
     def device_bytes(self) -> DeviceBytes:
         return DeviceBytes()
 

@@ -44,7 +44,7 @@ HARMLESS_QUERY = {
 HARMLESS_FIELDS = {
     *("name", "weight", "limits", "scopes", "expires_at", "overlap_s", "source", "dtype", "max_model_len", "slo"),
     *("priority", "scaling", "price", "tool_parser", "reasoning_parser", "revision", "canary", "role", "on", "reason"),
-    *("language_model_only", "keep_prefixes"),
+    *("language_model_only", "keep_prefixes", "warm"),
     "runtime",  # of a join token: an id that is free, so the field names no thing
     *("prompt_pico", "output_pico", "cached_pico", "gpu_s_pico", "switch_s_pico", "cache_gb_s_pico", "kv_gb_s_pico"),
     *("currency", "valid_from", "amount_minor", "corrects", "percent", "digest", "service_tier", "managed_by"),

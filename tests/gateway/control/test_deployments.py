@@ -152,6 +152,8 @@ async def test_a_change_of_what_somebody_else_changed_is_refused(plane_on_both: 
     [
         ({"max_model_len": 4096}, "/max_model_len", "4096 tokens, 'llama' takes 2048"),
         ({"tool_parser": "nonesuch"}, "/tool_parser", "one of hermes is"),
+        ({"warm": ["Mon-Fri 8:00-18:00 Europe/Bonn"]}, "/warm", "the time zone 'Europe/Bonn'"),
+        ({"warm": ["Mon 8:00-9:00 UTC"] * 17}, "/warm", "17 windows, at most 16"),
         ({"reasoning_parser": "nonesuch"}, "/reasoning_parser", "one of qwen3 is"),
         ({"model": "refused"}, "/model", "was refused: architecture 'X' is not one"),
     ],
@@ -167,6 +169,14 @@ async def test_what_the_model_can_not_do_is_refused(
     client = await plane.tenant("acme")
     problem = made(await client.post("/deployments", json={"name": "chat", "model": "llama"} | spec), 422)
     assert problem["errors"][0]["pointer"] == pointer and says in problem["detail"]
+
+
+async def test_a_schedule_is_shown_told_to_the_runtimes_and_taken_back_by_a_new_revision(plane: Plane) -> None:
+    windows = ["Mon-Fri 8:00-18:00 Europe/Berlin", "Sat 9:00-12:00 UTC"]
+    client, one = await deployed(plane, warm=windows)
+    assert one["warm"] == windows and (await told(plane, one)).warm == tuple(windows)
+    changed = made(await client.patch("/deployments/chat", json={"warm": []}), 200)
+    assert changed["target"]["warm"] == [] and changed["target"]["engine"] != one["engine"]
 
 
 async def test_an_engine_knows_the_reasoning_parser_and_is_another_one_with_it(plane: Plane) -> None:

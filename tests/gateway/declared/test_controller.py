@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import sys
 import threading
 import time
@@ -267,7 +268,9 @@ def kubectl(*arguments: str, typed: Object | None = None) -> subprocess.Complete
     if program is None:
         pytest.skip("no kubectl here (Debian's kubernetes-client)")
     text = None if typed is None else yaml.safe_dump(typed)
-    return subprocess.run([program, *arguments], input=text, capture_output=True, text=True, timeout=60)
+    with tempfile.TemporaryDirectory() as cache:  # else kubectl leaves its cache in the home folder
+        command = [program, "--cache-dir", cache, *arguments]
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
 
 
 def test_kubectl_applies_scales_shows_and_deletes(served: Served, cluster: StubCluster, controller: Controller) -> None:

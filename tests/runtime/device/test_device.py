@@ -155,6 +155,9 @@ class Builder:
     def on_disk(self, spec: EngineSpec, /) -> bool:
         return False
 
+    def spare_room(self, spec: EngineSpec, later: Sequence[EngineSpec], /) -> int | None:
+        return None
+
     def page_map(self, models: Mapping[int, str], caches: Mapping[int, str]) -> list[PageRun]:
         (engine,) = self.engines.values()
         held = [PageRun(engine.weights, Content.WEIGHTS, models[1]), PageRun(engine.kv, Content.KV, caches[2])]

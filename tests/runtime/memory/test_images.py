@@ -556,3 +556,17 @@ def test_a_runtime_that_closes_lets_go_of_all_it_had(images: Images) -> None:
     stats = images.stats()
     assert (stats.images, stats.pinned_bytes, stats.parked_bytes) == (1, 0, 0)
     assert memory_bytes(images) == FOLIO_BYTES
+
+
+def test_spare_room_comes_from_named_unused_images_alone(images: Images, other: Images) -> None:
+    size = 5 * FOLIO_BYTES - NOTES_BYTES
+    for name in ("a", "b"):
+        put(images, name, size).release()
+    used = put(other, "c", size)
+    assert images.spare_room(FOLIO_BYTES - NOTES_BYTES, []) == 0, "a folio is free"
+    assert images.spare_room(size, []) == 4 * FOLIO_BYTES
+    assert images.spare_room(size, [key("c")]) == 4 * FOLIO_BYTES, "another runtime uses the image"
+    assert images.spare_room(2 * size, [key("a")]) > 0 and there(images, "a"), "nothing goes in vain"
+    assert images.spare_room(size, [key("b")]) == 0
+    assert there(images, "a") and not there(images, "b") and there(images, "c")
+    used.release()

@@ -400,3 +400,23 @@ async def test_a_device_that_says_nothing_of_a_cancelled_stream_is_not_waited_fo
     stream.left_at -= parting.ANSWER_S
     await soon(lambda: not node._gateways["g"].streams)
     await ended(beating)
+
+
+async def test_the_device_hears_which_models_a_schedule_keeps_warm_and_a_new_device_hears_it_again(node: Node) -> None:
+    always = wire.replace(limited(), replicas=0, warm=("Mon-Sun 0:00-24:00 UTC",))
+    node._serving.spec_changed("m", always)
+    node._serving.spec_changed("n", wire.replace(limited(), key="n", replicas=0))
+    for _ in range(2):
+        ours, theirs = ipc.pair()
+        device = ipc.DeviceEnd(theirs)
+        pipe = node._own.device = await ipc.NodeEnd.open(ours)
+        await node._from_device(ipc.DeviceReady("e", 7), pipe)
+        node._serving.host()
+        node._serving.host()
+        said = [command for command in device.receive() if isinstance(command, ipc.Warm)]
+        assert said == [ipc.Warm("m", True)]
+        node._own.device_lost()
+        node._serving.device_lost()
+        pipe.close()
+        theirs.close()
+    await asyncio.sleep(0)  # the other ends are closed by the loop

@@ -56,6 +56,13 @@ def test_a_limit_of_replicas_makes_another_engine_and_is_known_to_runtimes() -> 
     assert limited.key != engine_of(SPEC, MODEL).key
 
 
+def test_a_schedule_makes_another_engine_and_is_known_to_runtimes() -> None:
+    windows = ("Mon-Fri 8:00-18:00 Europe/Berlin",)
+    warm = engine_of(Spec(model="llama", warm=windows), MODEL)
+    assert warm.warm == windows and not engine_of(SPEC, MODEL).warm
+    assert warm.key != engine_of(SPEC, MODEL).key
+
+
 def test_equal_files_in_another_folder_are_another_engine() -> None:
     assert engine_of(SPEC, MODEL).key != engine_of(SPEC, replace(MODEL, path="/elsewhere")).key
 

@@ -1,0 +1,1 @@
+"""Pure: times at which an order keeps a deployment's model warm."""
