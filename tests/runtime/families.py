@@ -352,6 +352,8 @@ def write_family(folder: Path, name: str, seed: int = 3) -> Path:
                 weight.data += torch.randn(weight.shape) * NOISE
             if "gemma" in kind:
                 _let_layers_speak(key, weight)
+                if "gemma3n" in kind and key.endswith("embed_tokens.weight"):  # vLLM divides by the spread of a row
+                    weight.data[config.pad_token_id] = weight.data[config.pad_token_id - 1]
             elif "word_embeddings_layernorm" in key:  # else Bloom's answer depends on the last token alone
                 weight.data *= QUIET
     model.to(torch.float32).save_pretrained(folder, max_shard_size=PARTS.get(name, "1GB"))
