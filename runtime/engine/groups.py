@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -183,6 +183,18 @@ def bytes_for_batch(specs: Mapping[str, KVCacheSpec], config: VllmConfig) -> int
 def _page_bytes(group: KVCacheGroupSpec, layer: str) -> int:
     spec = group.kv_cache_spec
     return (spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec).page_size_bytes
+
+
+class ZeroedKvCache(KVCacheConfig):
+    """vLLM's plan of a KV cache whose new blocks are filled with zeros in the step that uses the blocks first."""
+
+    @classmethod
+    def of(cls, config: KVCacheConfig) -> ZeroedKvCache:
+        return cls(**{field.name: getattr(config, field.name) for field in fields(config)})
+
+    @property
+    def needs_kv_cache_zeroing(self) -> bool:
+        return True
 
 
 def together(config: KVCacheConfig) -> int:

@@ -59,6 +59,15 @@ class PooledRunner(CPUModelRunner):
             runner.inputs_embeds = runner._make_buffer(1, old.shape[1], dtype=old.dtype, numpy=False)
         return runner
 
+    def zero_blocks_of(self, blocks: torch.Tensor) -> None:
+        """Note the memory of the KV cache, a row of bytes for each block, in which new blocks are zeroed."""
+        self._blocks = blocks
+
+    def _zero_block_ids(self, block_ids: list[int]) -> None:
+        """Zero whole blocks. vLLM's own function zeroes layers of full attention alone."""
+        for block in block_ids:
+            self._blocks[block].zero_()
+
     def number_pages(self, pages: int) -> None:
         """From now on give kernels numbers of pages: block b begins with page b × `pages`."""
         for table in self.input_batch.block_table.block_tables:

@@ -24,6 +24,7 @@ from itertools import islice
 from typing import Any
 
 import structlog
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -33,7 +34,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from runtime.engine import ranks
 from runtime.engine.blocks import ElasticBlockPool, Transfer
-from runtime.engine.groups import Groups
+from runtime.engine.groups import Groups, ZeroedKvCache
 from runtime.memory.images import Images
 from runtime.memory.kv import KvRegion
 from runtime.memory.native import Direction, PoolError, TransferTicket
@@ -68,6 +69,10 @@ class PooledScheduler(AsyncScheduler):
     blocks: ElasticBlockPool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if current_platform.is_cpu():
+            # Kernels for CPUs weigh what stands behind a request's last token by zero, and zero times NaN is NaN: one
+            # request with numbers out of range would spoil later requests, also of other tenants.
+            kwargs["kv_cache_config"] = ZeroedKvCache.of(kwargs["kv_cache_config"])
         super().__init__(*args, **kwargs)
         self.groups = Groups.of(self.kv_cache_config, self.vllm_config)
         self._leaving: ParkingBatch | None = None

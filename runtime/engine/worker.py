@@ -228,9 +228,11 @@ class PooledWorker(Worker):
         now.kv = KvRegion(now.device, groups.together(plan), plan.num_blocks)
         pages = groups.without_gaps(plan) if current_platform.is_cpu() and groups.latent(plan) else 1
         super().initialize_from_config(plan)
-        if pages > 1:
-            assert isinstance(self.model_runner, PooledRunner)
-            self.model_runner.number_pages(pages)
+        if isinstance(self.model_runner, PooledRunner):
+            memory = as_tensor(now.kv.reservation, 0, now.kv.blocks * now.kv.block_bytes)
+            self.model_runner.zero_blocks_of(memory.view(now.kv.blocks, now.kv.block_bytes))
+            if pages > 1:
+                self.model_runner.number_pages(pages)
 
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's warm-up without graphs: graphs are captured later, once the weights lie at their final addresses."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from runtime.engine.vllm import VllmEngine
     from runtime.memory.native import DevicePool
 
+NO_NUMBER = 0xFF
 JUNK = 0x41  # every byte of pages that nothing holds
 
 
@@ -123,6 +124,18 @@ def scribble(device: DevicePool) -> None:
     reservation.unmap(0, size)
     reservation.release()
     device.settle(30)
+
+
+def spoil(engine: VllmEngine) -> None:
+    """Overwrite every block of an engine without requests with bytes that are no number, but for the null block.
+
+    A request with numbers out of range leaves such blocks."""
+    engine._scheduler.reset_prefix_cache()
+    block, page = engine.kv.block_bytes, engine.kv.page_bytes
+    for number in engine.kv.mapped:
+        begin = max(number * page, block)
+        size = max(0, (number + 1) * page - begin)
+        engine.kv.reservation.view(begin, size)[:] = bytes([NO_NUMBER]) * size
 
 
 class TwoRuntimes:

@@ -21,7 +21,7 @@ from store.files.architectures import TABLE, Known, Support
 from store.files.artefact import inspect
 from tests.runtime.bare import Tokens, ask_bare_vllm
 from tests.runtime.engine.test_hybrids import MOST, PARKED_EVERY, PROMPTS, answers, question
-from tests.runtime.engines import TwoRuntimes, asleep, awake, moved, scribble, spec
+from tests.runtime.engines import TwoRuntimes, asleep, awake, moved, scribble, spec, spoil
 from tests.runtime.families import FAMILIES, architecture_of, dtype, write_family
 from tests.runtime.seeing import write_seeing
 
@@ -142,6 +142,8 @@ def goes_everywhere(families: Families, name: str, said: list[list[int]], neighb
         scribble(engine.kv.reservation.device)
         awake(engine, 8)
         assert answers(engine, batch) == expected, "after sleep"
+        spoil(engine)
+        assert answers(engine, batch) == expected, "in blocks that an earlier request has spoilt"
     neighbour.finish()
     again = awake(families.of(name, runtime=1), KV_PAGES)
     assert answers(again, batches[0], PARKED_EVERY) == [said[number] for number in batches[0]], "built from the image"

@@ -22,7 +22,7 @@ from runtime.engine import groups
 from runtime.engine.vllm import VllmEngine
 from runtime.engine.worker import PooledWorker
 from tests.runtime.bare import Tokens, ask_bare_vllm
-from tests.runtime.engines import TwoRuntimes, asleep, awake, moved, parked_about, payload, scribble, spec
+from tests.runtime.engines import TwoRuntimes, asleep, awake, moved, parked_about, payload, scribble, spec, spoil
 from tests.runtime.hybrids import HYBRIDS, ROUNDED, dtype, settings, write_hybrid
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
@@ -125,6 +125,16 @@ def test_a_model_says_what_bare_vllm_says_however_often_it_is_parked(hybrids: Hy
     assert engine._scheduler.recomputed == 0 and engine._scheduler._slabs.taken == 0
     assert hybrids.builds[0].pages_used() == 0
     assert all(len(set(said)) > 5 for said in hybrids.said[name]), "an answer that repeats itself proves nothing"
+
+
+@models
+def test_what_an_earlier_request_left_in_the_blocks_changes_no_answer(hybrids: Hybrids, name: str) -> None:
+    engine = hybrids.of(name)
+    awake(engine, 8)
+    for number in range(len(PROMPTS)):
+        spoil(engine)
+        assert answers(engine, [number]) == [hybrids.said[name][number]]
+    asleep(engine)
 
 
 @pytest.mark.long
