@@ -31,7 +31,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from store.contract import wire
+from store.contract import views, wire
 from store.contract.wire import ModelState, Residency
 from tests.conftest import free_port
 from tests.gateway.plane import ADMIN_KEY, Plane, made
@@ -77,7 +77,17 @@ async def furnished(plane: Plane) -> tuple[dict[str, str], str]:
     async def obey(_: bytes) -> wire.Reply:
         return wire.Reply()
 
-    await plane.bus.respond(wire.control_subject("r1"), obey)  # else orders to runtimes are answered by 503 after 5 s
+    async def timeline(data: bytes) -> views.Timeline:
+        asked = wire.decode(views.ShowTimeline, data)
+        return views.Timeline(from_us=asked.from_us, to_us=asked.to_us)
+
+    async def pages(_: bytes) -> views.PageMap:
+        return views.PageMap(page_bytes=1 << 12)
+
+    for subject in (wire.control_subject("r1"), wire.drain_subject("r1"), wire.role_subject("r1")):
+        await plane.bus.respond(subject, obey)  # else the order is answered by 503 after 5 s
+    await plane.bus.respond(views.timeline_subject("r1"), timeline)
+    await plane.bus.respond(views.pages_subject("r1"), pages)
     return {"tenant": "acme", "key": key["id"], "model": "llama", "deployment": "chat", "gpu": "r1"}, key["key"]
 
 
