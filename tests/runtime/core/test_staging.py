@@ -104,7 +104,8 @@ def down(made: World, model: ModelKey, by: str) -> None:
     assert phase(made, model) is Phase.COLD, f"{made.instance.models}"
 
 
-def test_a_model_with_a_rhythm_comes_up_before_its_request_and_a_hit_is_no_miss() -> None:
+def crowded_out() -> World:
+    """A world in which model "a", whose requests have a rhythm, rests, and other models took the room of the image."""
     made = world(host_pages=12)
     taught(made, "a")
     serve(made, "a")
@@ -115,6 +116,11 @@ def test_a_model_with_a_rhythm_comes_up_before_its_request_and_a_hit_is_no_miss(
     made.settle()
     serve(made, "b")
     serve(made, "c")
+    return made
+
+
+def test_a_model_with_a_rhythm_comes_up_before_its_request_and_a_hit_is_no_miss() -> None:
+    made = crowded_out()
     assert phase(made, A) is Phase.COLD
     rest(made, 60.0 - 10.0 - 8.0)
     assert phase(made, A) is Phase.COLD, "it is too early"
@@ -128,16 +134,7 @@ def test_a_model_with_a_rhythm_comes_up_before_its_request_and_a_hit_is_no_miss(
 
 
 def test_a_model_that_nobody_asks_for_counts_as_a_miss_and_the_gap_stages_it_once() -> None:
-    made = world(host_pages=12)
-    taught(made, "a")
-    serve(made, "a")
-    made.host_pages = 8
-    rest(made, 10.0)
-    made.sizes["d"] = 4
-    made.hear(Placed(spec("d", idle_s=1000.0)))
-    made.settle()
-    serve(made, "b")
-    serve(made, "c")
+    made = crowded_out()
     rest(made, 50.0)
     assert phase(made, A) is Phase.STAGED
     record = made.instance.models[A].staging
