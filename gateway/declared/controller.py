@@ -125,7 +125,10 @@ class Controller:
                 log.warning("controller.lease", error=str(error))
             if self._candidate.may_act != led:
                 led = not led
-                log.info("controller.leads" if led else "controller.follows")
+                if led:
+                    log.info("controller.leads")
+                else:
+                    log.info("controller.follows")
                 self._wake.set()
             signs.note(self._cluster.listed)
             self._stopped.wait(RENEW_S)

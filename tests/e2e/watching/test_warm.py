@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from deploy.demo.random_weights import write_random
+from runtime.memory.disk import IMAGE
 from tests.conftest import free_port
 from tests.e2e.conftest import Platform
 
@@ -47,12 +48,14 @@ def tier(platform: Platform, model: str) -> str:
 
 
 def deploy(platform: Platform, folder: Path) -> None:
-    """Deploy the models, the first with a schedule that never ends."""
+    """Deploy the models, the first with a schedule that never ends. Waits until the image of each is on disk: an image
+    that leaves the host cache earlier is made again from the model's files."""
     for seed, name in enumerate(MODELS):
         path = write_random(folder / name, "llama", seed=seed, hidden=256, layers=6, heads=4, kv_heads=1)
         platform.model(name, path)
         shown = platform.deploy("acme", name, warm=ALWAYS if name == "scheduled" else [])
         assert shown["status"]["phase"] != "failed", shown["status"]
+        platform.until(lambda count=seed + 1: len(list(platform.data.rglob("*" + IMAGE))) == count)
 
 
 @pytest.mark.timeout(300)

@@ -21,6 +21,16 @@ from tests.gateway.imports.fetched import SOURCE, blobs, ended, imported, large
 from tests.gateway.plane import ENGINES, Plane, made, until
 from tests.store.files.folders import write_model, write_safetensors
 
+
+def largest_part(sources: Sources) -> int:
+    """Bytes of the largest file that is being fetched."""
+    largest = 0
+    for path in (sources.folder / "partial").glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # the file was whole meanwhile
+            largest = max(largest, path.stat().st_size)
+    return largest
+
+
 # ── what comes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -161,9 +171,7 @@ async def test_the_next_gateway_goes_on_with_what_a_dead_one_began(
     before.start(model)
 
     async def half() -> bool:
-        with contextlib.suppress(FileNotFoundError):  # a small file ended meanwhile
-            return any(path.stat().st_size > 1 << 19 for path in (sources.folder / "partial").glob("*"))
-        return False
+        return largest_part(sources) > 1 << 19
 
     await until(half)
     await before.stop()
@@ -203,7 +211,7 @@ async def test_a_process_that_was_killed_loses_nothing_that_had_come(
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
     try:
         async with asyncio.timeout(60):  # the process imports many modules first
-            while not any(path.stat().st_size > 1 << 20 for path in (sources.folder / "partial").glob("*")):
+            while largest_part(sources) <= 1 << 20:
                 assert process.returncode is None
                 await asyncio.sleep(0.01)
     finally:
