@@ -6,11 +6,13 @@ import asyncio
 import os
 import resource
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -101,7 +103,13 @@ def ran(
 
         async def code() -> int:
             files = {0: stdin.fileno(), 1: out.fileno(), 2: err.fileno()}
-            process = await forked(server, module, arguments, environment, files)
+            try:
+                process: Any = await forked(server, module, arguments, environment, files)
+            except client.NotForked:  # on this machine vLLM's modules start threads: a new process it is
+                command = [sys.executable, "-m", module, *arguments]
+                process = await asyncio.create_subprocess_exec(
+                    *command, stdin=stdin, stdout=out, stderr=err, env=environment, cwd=ROOT
+                )
             async with asyncio.timeout(timeout_s):  # the server kills a process whose asker does not wait any more
                 return await process.wait()
 

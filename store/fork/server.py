@@ -30,6 +30,8 @@ import setproctitle
 ORDER_BYTES_MOST = 1 << 20
 FDS_MOST = 64
 PR_SET_PDEATHSIG = 1
+# jemalloc ends its own thread before a fork and begins the thread anew after the fork, in both processes.
+FORK_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
 
 
 class ForkOrder(msgspec.Struct, frozen=True):
@@ -247,10 +249,10 @@ def unfit() -> str | None:
     A fork has the forking thread alone, so a second thread's locks would stay locked; and a fork has no GPU, if the
     process has begun with the GPU.
     """
-    others = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
+    tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
+    others = [name for task in tasks if (name := (task / "comm").read_text().strip()) not in FORK_SAFE_THREADS]
     if others:
-        names = ", ".join(sorted({(task / "comm").read_text().strip() for task in others}))
-        return f"the imported modules have started {len(others)} threads ({names})"
+        return f"the imported modules have started {len(others)} threads ({', '.join(sorted(set(others)))})"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "the imported modules have begun with the GPU"

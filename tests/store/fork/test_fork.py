@@ -188,6 +188,21 @@ async def test_a_process_with_two_threads_is_not_forked(server: ForkServerOfTest
         await server.fork("waiting")
 
 
+async def test_a_thread_of_jemalloc_forbids_no_fork(server: ForkServerOfTest) -> None:
+    """jemalloc itself ends its thread before a fork, and begins the thread anew."""
+    named = "open('/proc/thread-self/comm', 'w').write('jemalloc_bg_thd')"
+    server.module(
+        "threaded",
+        f"import threading, time\nbegun = threading.Event()\n"
+        f"def work():\n    {named}\n    begun.set()\n    time.sleep(60)\n"
+        "threading.Thread(target=work, daemon=True).start()\nbegun.wait()",
+    )
+    server.module("says", "print('forked')")
+    server.start("threaded")
+    run = await server.fork("says")
+    assert (await run.output(), await run.process.wait()) == ("forked\n", 0)
+
+
 async def test_a_fork_that_fails_costs_no_other_process(server: ForkServerOfTest) -> None:
     server.module(
         "scarce",
