@@ -44,6 +44,7 @@ class Began(msgspec.Struct, frozen=True):
     numa_node: int = -1  # node of the host next to the GPU; -1: any
     prefixes: tuple[int, float] = (0, 0.0)  # bound on blocks of ended requests in the host cache, seconds they last
     cuda_graphs: int = 0  # most requests of a decode step that a GPU replays from a CUDA graph; 0: every step is eager
+    compiled: bool = False  # on a GPU: models are compiled by torch
     async_scheduling: bool | None = None  # begin a step before the last step's tokens are known; None: on GPUs alone
 
     def arguments(self) -> list[str]:
@@ -63,6 +64,7 @@ class Began(msgspec.Struct, frozen=True):
             disk=(self.disk_folder, self.disk_bytes),
             prefixes=self.prefixes,
             graphs=self.cuda_graphs,
+            compiled=self.compiled,
             async_scheduling=self.async_scheduling,
         )
 

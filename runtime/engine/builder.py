@@ -127,6 +127,7 @@ class Builder:
         prefixes: bound on the blocks of ended requests in the host cache, in bytes, and the seconds until an unused
             block goes; 0 bytes: none are kept.
         graphs: on a GPU, the most requests of a decode step that is replayed from a CUDA graph; 0: no graphs.
+        compiled: on a GPU, whether torch compiles each model that has graphs.
         async_scheduling: whether a step may begin before the tokens of the step before are known; None: on a GPU alone.
             A GPU computes meanwhile; on a CPU a step ends before the next begins, so each token comes a step later.
         lazy: a page of the pool gets memory when first used; for a process that builds no more than an image."""
@@ -143,6 +144,7 @@ class Builder:
         disk: tuple[str, int] = ("", 0),
         prefixes: tuple[int, float] = (0, 0.0),
         graphs: int = 0,
+        compiled: bool = False,
         async_scheduling: bool | None = None,
         lazy: bool = False,
     ) -> None:
@@ -163,7 +165,7 @@ class Builder:
         self._image_bytes: dict[ImageKey, int] = {}  # of images that were made, or did not fit
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
         self.life, self.block_tokens = self.images.life, 0
-        self._graphs = graphs if backend is Backend.CUDA else 0
+        self._graphs, self._compiled = (graphs, compiled) if backend is Backend.CUDA else (0, False)
         self._async_scheduling = backend is Backend.CUDA if async_scheduling is None else async_scheduling
         # A second process would need memory of the GPU, which the pool has nearly all of.
         self.makes_images_beside = backend is Backend.HOST
@@ -272,7 +274,9 @@ class Builder:
 
     def _key(self, spec: EngineSpec) -> ImageKey:
         shard = f"{ranks.rank()}/{ranks.size()}"
-        return ImageKey(_identity(spec), self.version, spec.dtype, shard, _architecture())
+        # A compiled model rounds otherwise, so its answers to the golden question, kept with the image, are others.
+        dtype = f"{spec.dtype} compiled" if self._compiled else spec.dtype
+        return ImageKey(_identity(spec), self.version, dtype, shard, _architecture())
 
     def _find(self, spec: EngineSpec, key: ImageKey) -> Image | ArrivingImage | None:
         """The image, pinned, if every rank has an image; else None: all ranks read files together, or none.
@@ -347,8 +351,7 @@ class Builder:
             scheduler_cls=MovingScheduler,
             tensor_parallel_size=ranks.size(),
             distributed_executor_backend="external_launcher" if ranks.size() > 1 else None,
-            **self._by_device(spec),
-            **more,
+            **(self._by_device(spec) | more),
         )
         config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         pause()
@@ -368,7 +371,9 @@ class Builder:
         """Settings of vLLM that depend on the device."""
         if self.device.backend is Backend.HOST:
             return {}
-        return outside.settings(Path(spec.path), torch.cuda.mem_get_info()[1]) | graph_settings(self._graphs)
+        return outside.settings(Path(spec.path), torch.cuda.mem_get_info()[1]) | graph_settings(
+            self._graphs, self._compiled
+        )
 
 
 @register_model_loader(IMAGE_FORMAT)

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from vllm.config import CompilationMode
 from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
@@ -25,6 +26,11 @@ from vllm.v1.worker import workspace
 from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
+from vllm.v1.worker.workspace import WorkspaceManager
+
+# Each engine has scratch memory of its own, see `EngineScratch`: vLLM would take the memory of every engine of the
+# process away when one engine ends.
+vars(workspace)["reset_workspace_manager"] = lambda: None
 
 DRAW_BELOW = 2**31  # each token of a seeded request takes one number below this from the request's generator
 
@@ -134,14 +140,16 @@ class PooledRunner(CPUModelRunner):
 # ── CUDA graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def graph_settings(batch_most: int) -> dict[str, Any]:
+def graph_settings(batch_most: int, compiled: bool) -> dict[str, Any]:
     """vLLM's settings for graphs of decode steps with at most `batch_most` requests; 0: every step is eager.
 
-    Steps that compute prompts stay eager. Nothing is compiled: vLLM's graphs of decode steps need no torch.compile."""
+    Steps that compute prompts are not replayed. With `compiled`, torch compiles the model for every step, with vLLM's
+    own passes; without, nothing is compiled: vLLM's graphs of decode steps need no torch.compile."""
     if batch_most == 0:
         return {"enforce_eager": True}
     sizes = sorted({*(1 << power for power in range(batch_most.bit_length())), batch_most})
-    compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+    mode = CompilationMode.VLLM_COMPILE if compiled else CompilationMode.NONE
+    compilation = {"mode": mode, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
     # vLLM's warm-up of compiled kernels runs real requests, and no memory lies below the KV cache yet.
     return {
         "enforce_eager": False,
@@ -150,13 +158,44 @@ def graph_settings(batch_most: int) -> dict[str, Any]:
     }
 
 
-class DecodeGraphs:
-    """CUDA graphs of an engine's decode steps. An engine on a CPU, or with eager steps, has none."""
+class EngineScratch(WorkspaceManager):
+    """Scratch memory of an engine's kernels on a GPU, in place of vLLM's scratch memory for a process with one engine.
 
-    def __init__(self, runner: Any) -> None:
+    vLLM replaces the scratch memory when an engine is made. Once graphs are captured, vLLM forbids the memory to grow,
+    after a warm-up with the longest prompt, for which a KV cache must have memory. Here engines take turns on one
+    stream of the GPU, so all engines share the buffers, and the buffers may grow in any step: graphs keep the buffers
+    with which the graphs were captured. What kernels keep from step to step belongs to the engine alone.
+
+    `of`: the scratch memory that vLLM has made with the engine."""
+
+    _shared: ClassVar[list[torch.Tensor | None]] = []
+
+    def __init__(self, of: WorkspaceManager) -> None:
+        super().__init__(of._device, of._num_ubatches, of._num_lanes, of._alloc_context)
+        self._shared.extend([None] * (len(self._current_workspaces) - len(self._shared)))
+        self._current_workspaces = self._shared
+
+    def lock(self) -> None:
+        """Do nothing: the buffers may go on growing."""
+
+    def use(self) -> None:
+        """Have vLLM's kernels take scratch memory here, until another engine says the same."""
+        workspace._manager = self
+
+    def buffers(self) -> list[torch.Tensor | None]:
+        """The buffers of now."""
+        return list(self._shared)
+
+
+class DecodeGraphs:
+    """CUDA graphs of an engine's decode steps. An engine on a CPU, or with eager steps, has none.
+
+    `scratch`: the engine's scratch memory; None on a CPU."""
+
+    def __init__(self, runner: Any, scratch: EngineScratch | None) -> None:
         manager = getattr(runner, "cudagraph_manager", None)
         self._runner, self._manager = runner, manager if manager is not None and manager.needs_capture() else None
-        self._scratch: object = None
+        self._scratch, self._kept = scratch, list[torch.Tensor | None]()
 
     @property
     def wanted(self) -> bool:
@@ -170,9 +209,10 @@ class DecodeGraphs:
         """Capture the graphs, if the engine is to have any. Weights and the first block of KV cache must have memory
         at the final addresses: vLLM runs each step before the capture."""
         if self._manager is not None:
+            assert self._scratch is not None
+            self._scratch.use()
             self._runner.capture_model()
-            # Each engine brings a new manager of scratch memory; graphs use the scratch memory of their own engine.
-            self._scratch = workspace._manager
+            self._kept = self._scratch.buffers()
             torch.cuda.synchronize()  # the memory lent for the capture is taken back next
 
     @contextmanager
@@ -192,7 +232,7 @@ class DecodeGraphs:
         """Free the graphs for good: from now on every step is eager."""
         if self._manager is not None:
             self._manager.release_graphs()
-            self._manager, self._scratch = None, None
+            self._manager, self._kept = None, []
 
 
 # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

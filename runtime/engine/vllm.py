@@ -66,7 +66,7 @@ class VllmEngine:
         self._core, self._scheduler = core, core.scheduler
         self._images, self._worker = images, core.model_executor.driver_worker.worker
         self._model = self._worker.model_runner.model
-        self._graphs = DecodeGraphs(self._worker.model_runner)
+        self._graphs = DecodeGraphs(self._worker.model_runner, self._worker.scratch)
         self._steps, self._async_scheduling = CoreSteps(core, self._scheduler.may_begin_ahead), async_scheduling
         self.home, self.kv = home, kv
         self.weights = Weights(home.reservation, home.used, images.cache)

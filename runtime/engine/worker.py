@@ -36,13 +36,15 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader import base_loader
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.request import Request
+from vllm.v1.worker import workspace
 
 from runtime import slices
 from runtime.core.engine import EngineError
 from runtime.engine import groups, ranks
-from runtime.engine.runner import PooledRunner
+from runtime.engine.runner import EngineScratch, PooledRunner
 from runtime.memory import native, outside
 from runtime.memory.kv import KvRegion
 from runtime.memory.lent import lend, take_back
@@ -171,6 +173,8 @@ register_module_module_registration_hook(lambda *_: pause())  # between the laye
 class PooledWorker(Worker):
     """A worker over the runtime's memory. The engine's settings name the class, and vLLM constructs the worker."""
 
+    scratch: EngineScratch | None = None  # on a GPU
+
     def init_device(self) -> None:
         pause()
         self.distributed_init_method = ranks.vllm_meets() or self.distributed_init_method
@@ -178,6 +182,14 @@ class PooledWorker(Worker):
         _have_expert_group()
         if current_platform.is_cpu():
             PooledRunner.take_over(self.model_runner)
+        else:
+            self.scratch = EngineScratch(workspace.current_workspace_manager())
+            self.scratch.use()
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        if self.scratch is not None:
+            self.scratch.use()
+        return super().execute_model(scheduler_output)
 
     def take_up(self, request: Request, generator_state: bytes) -> None:
         """Prepare to continue a request begun elsewhere. A runner for GPUs is told of the request at the next step."""
@@ -235,14 +247,21 @@ class PooledWorker(Worker):
                 self.model_runner.number_pages(pages)
 
     def compile_or_warm_up_model(self) -> Any:
-        """vLLM's warm-up without graphs: graphs are captured later, once the weights lie at their final addresses."""
+        """vLLM's warm-up without graphs: graphs are captured later, once the weights lie at their final addresses.
+
+        On a GPU the first block of the KV cache has memory meanwhile: vLLM tries kernels of states on that block."""
         if current_platform.is_cpu():
             return super().compile_or_warm_up_model()
+        kv = building.get().kv
+        size = kv.pages_for(1) * kv.page_bytes
+        lend(kv.reservation, 0, size)
         self.model_runner.capture_model = lambda: 0
         try:
             return super().compile_or_warm_up_model()
         finally:
             del self.model_runner.capture_model
+            torch.cuda.synchronize()
+            take_back(kv.reservation, 0, size)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager[Any]:
         return _KvAllocation(building.get().kv) if tag == "kv_cache" else contextlib.nullcontext()

@@ -84,6 +84,7 @@ class DeviceChild:
             numa_node=settings.numa_node,
             prefixes=settings.prefixes,
             cuda_graphs=settings.cuda_graphs,
+            compiled=settings.compiled,
             async_scheduling=settings.async_scheduling,
         )
         fds = [fd, self._host_cache, self._stepping_fd]

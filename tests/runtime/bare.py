@@ -19,6 +19,8 @@ import torch
 from tests import forks
 
 Tokens = dict[str, list[list[int]]]
+Likeliest = list[list[dict[int, float]]]  # for each prompt and token of the answer: log probabilities of tokens
+LIKELIEST = 5
 Said = dict[str, list[int]]
 
 
@@ -63,6 +65,26 @@ def ask_bare_vllm(
     for name in (name for name in folders if f"{name} in a batch" in said):
         assert said[f"{name} in a batch"] == said[name], f"bare vLLM says otherwise in a batch: another seed for {name}"
     return said
+
+
+def ask_for_likeliest(
+    folder: Path, dtype: str, prompts: Sequence[Sequence[int]], most: int, settings: Mapping[str, Any]
+) -> tuple[list[list[int]], Likeliest]:
+    """Ask vLLM's own `LLM` each prompt alone, greedily.
+
+    Args:
+        folder: the model's folder.
+        dtype: vLLM's dtype.
+        prompts: token ids.
+        most: tokens to make for each prompt.
+        settings: further settings of vLLM's.
+
+    Returns: the tokens made for each prompt, and the log probabilities of the LIKELIEST tokens at each place.
+    """
+    job = {"models": {"": [str(folder), dtype, dict(settings)]}, "prompts": [list(prompt) for prompt in prompts]}
+    said = _run(job | {"chats": [], "most": most, "likeliest": LIKELIEST})
+    likeliest = [[{int(id): p for id, p in place.items()} for place in answer] for answer in said[" likeliest"]]
+    return said[""], likeliest
 
 
 def chat_with_bare_vllm(folders: Mapping[str, Path], chats: Sequence[Any], most: int) -> dict[str, list[Answer]]:
@@ -123,18 +145,19 @@ def main() -> None:
 
     job = json.load(sys.stdin)
     said: dict[str, Any] = {}
-    sampling = SamplingParams(temperature=0, max_tokens=job["most"], ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=job["most"], ignore_eos=True, detokenize=False, logprobs=job.get("likeliest")
+    )
     kept = []
     for name, (path, dtype, settings) in job["models"].items():
         llm = LLM(
             model=path,
             dtype=dtype,
             max_model_len=512,
-            enforce_eager=True,
             kv_cache_memory_bytes=32 << 20,
             disable_log_stats=True,
             seed=0,
-            **settings,
+            **({"enforce_eager": True} | settings),
         )
         kept.append(llm)  # a collected core would end every process group
         answers = [llm.chat(chat, sampling, use_tqdm=False)[0] for chat in job["chats"]]
@@ -150,6 +173,11 @@ def main() -> None:
         asked = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
         alone = [llm.generate([one], sampling, use_tqdm=False)[0] for one in asked]
         said[name] = [list(output.outputs[0].token_ids) for output in alone]
+        if "likeliest" in job:
+            said[f"{name} likeliest"] = [
+                [{id: known.logprob for id, known in place.items()} for place in output.outputs[0].logprobs or ()]
+                for output in alone
+            ]
         if settings and dtype != "float32":
             continue
         llm.reset_prefix_cache()

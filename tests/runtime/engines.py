@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.core.device.request import RequestId
-from runtime.core.engine import Engine, Output, WeightSource
+from runtime.core.engine import Engine, Hold, Output, WeightSource
 from store.contract.wire import Departure, EngineSpec
 
 if TYPE_CHECKING:
     from runtime.engine.vllm import VllmEngine
-    from runtime.memory.native import DevicePool
+    from runtime.memory.native import DevicePool, Reservation
 
 NO_NUMBER = 0xFF
 JUNK = 0x41  # every byte of pages that nothing holds
@@ -120,7 +120,7 @@ def scribble(device: DevicePool) -> None:
     size = device.stats().pages_free * device.page_bytes
     reservation = device.reserve(size)
     reservation.map(0, size, 30)
-    reservation.view(0, size)[:] = bytes([JUNK]) * size
+    fill(reservation, 0, size, JUNK)
     reservation.unmap(0, size)
     reservation.release()
     device.settle(30)
@@ -134,18 +134,31 @@ def spoil(engine: VllmEngine) -> None:
     block, page = engine.kv.block_bytes, engine.kv.page_bytes
     for number in engine.kv.mapped:
         begin = max(number * page, block)
-        size = max(0, (number + 1) * page - begin)
-        engine.kv.reservation.view(begin, size)[:] = bytes([NO_NUMBER]) * size
+        fill(engine.kv.reservation, begin, max(0, (number + 1) * page - begin), NO_NUMBER)
+
+
+def fill(reservation: Reservation, offset: int, size: int, value: int) -> None:
+    """Set bytes of a reservation, which have pages, on a CPU or on a GPU."""
+    import torch
+
+    from runtime.engine.worker import as_tensor
+
+    if size:
+        as_tensor(reservation, offset, size).fill_(value)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 class TwoRuntimes:
     """Engines over two pools and one host cache, as in two runtimes of a host."""
 
-    def __init__(self, pool_bytes: int, host_bytes: int) -> None:
+    def __init__(self, pool_bytes: int, host_bytes: int, graphs: int = 0) -> None:
+        """`graphs`: on a GPU, the most requests of a step that is replayed from a CUDA graph; 0: none."""
         from runtime.engine.builder import Builder
 
-        self.builds = [Builder(pool_bytes, host_bytes, async_scheduling=True)]
-        self.builds.append(Builder(pool_bytes, host_bytes, self.builds[0].images.fd, async_scheduling=True))
+        more = {"graphs": graphs, "async_scheduling": True}
+        self.builds = [Builder(pool_bytes, host_bytes, **more)]
+        self.builds.append(Builder(pool_bytes, host_bytes, self.builds[0].images.fd, **more))
         self.engines: dict[tuple[str, int], VllmEngine] = {}
         self._imaged: set[str] = set()  # keys of specs that were built once
 
@@ -201,8 +214,10 @@ def moved(source: VllmEngine, target: VllmEngine, asked: bytes, most: int, longe
             staged += more
     assert target.prepare(id, asked, longest)
     until(lambda: source.copied(id))
+    holds = [held_by_target(source, target, staged)]
     assert target.copy(id, 0, staged) is not None
     departure = departed(source, id)
+    holds.append(held_by_target(source, target, departure.host))
     assert departure.host[: len(staged)] == staged and departure.made == tokens(made)
     assert target.copy(id, len(staged), departure.host[len(staged) :]) is not None
     target.commit(id, departure)
@@ -210,7 +225,17 @@ def moved(source: VllmEngine, target: VllmEngine, asked: bytes, most: int, longe
     source.abort([id])
     while target.busy():
         made += target.step()
+    for hold in holds:
+        hold.release()
     return tokens(made)
+
+
+def held_by_target(source: VllmEngine, target: VllmEngine, blocks: Sequence[int]) -> Hold:
+    """Pin blocks of the source on the host for the target, as a device process does: a GPU copies from registered
+    memory alone."""
+    hold = target._images.hold(blocks, target.kv_form.bytes, source._images.life)
+    assert hold is not None
+    return hold
 
 
 def departed(source: VllmEngine, id: RequestId) -> Departure:

@@ -288,10 +288,41 @@ def test_an_engine_comes_and_goes_while_the_heap_of_modules_stays_frozen(random_
 def test_graphs_cover_every_batch_up_to_the_setting(most: int, sizes: list[int]) -> None:
     from runtime.engine.runner import graph_settings
 
-    assert graph_settings(most)["compilation_config"]["cudagraph_capture_sizes"] == sizes
+    assert graph_settings(most, False)["compilation_config"]["cudagraph_capture_sizes"] == sizes
 
 
 def test_without_graphs_every_step_is_eager() -> None:
     from runtime.engine.runner import graph_settings
 
-    assert graph_settings(0) == {"enforce_eager": True}
+    assert graph_settings(0, True) == graph_settings(0, False) == {"enforce_eager": True}
+
+
+def test_engines_share_scratch_memory_that_grows_and_leave_each_other_what_persists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's own scratch memory would refuse the second prompt, which is longer than the steps that were captured."""
+    import torch
+    from vllm.v1.worker import workspace
+
+    from runtime.engine.runner import EngineScratch
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # this machine has no accelerator
+    monkeypatch.setattr(EngineScratch, "_shared", [])
+    one, other = (EngineScratch(workspace.WorkspaceManager(torch.device("cpu"))) for _ in range(2))
+    monkeypatch.setattr(workspace, "_manager", None)
+    one.use()
+    current = workspace.current_workspace_manager
+    (small,) = current().get_simultaneous(((256,), torch.uint8))
+    locks = current().get_persistent("locks", (4,), torch.int32)
+    workspace.lock_workspace()
+    captured = one.buffers()
+    other.use()
+    assert current().get_simultaneous(((100,), torch.uint8))[0].data_ptr() == small.data_ptr()
+    (large,) = current().get_simultaneous(((4096,), torch.uint8))
+    assert current().get_persistent("locks", (8,), torch.int32).shape == (8,)
+    one.use()
+    assert current().get_simultaneous(((4096,), torch.uint8))[0].data_ptr() == large.data_ptr() != small.data_ptr()
+    assert current().get_persistent("locks", (4,), torch.int32) is locks
+    assert captured[0] is not None and captured[0].data_ptr() == small.data_ptr(), "graphs keep their buffers"
+    workspace.reset_workspace_manager()  # as vLLM does when an engine ends
+    assert current() is one
