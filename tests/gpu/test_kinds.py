@@ -1,8 +1,8 @@
 """Models with every kind of KV cache, and weights in several forms, make on a real GPU the tokens of bare vLLM.
 
 Requests are parked in mid-answer while every free page of the GPU is overwritten, follow requests that left bytes which
-are no number, and move to a second pool. All models are in 16 bits: where bare vLLM finds two tokens about equally
-likely, the answer may go on with either. The module is skipped, with the reason, without a GPU.
+are no number, and move to a second pool. Every model is in 16 bits: where bare vLLM finds two tokens about equally
+likely, the answer may go on with either token. Without a GPU the module is skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Kinds(TwoRuntimes):
         self._folder = folder
 
     def said(self, name: str) -> tuple[list[list[int]], Likeliest]:
-        """Write a model, and ask bare vLLM each of PROMPTS in a process of its own, with graphs as the engine has."""
+        """Write a model, and ask bare vLLM each of PROMPTS in a new process, with graphs as the engine has."""
         folder = (write_hybrid if name in HYBRIDS else write_form)(self._folder / name, name)
         more = {"gpu_memory_utilization": 0.01, "enable_prefix_caching": True} | graph_settings(GRAPHS, False)
         return ask_for_likeliest(folder, DTYPE, PROMPTS, MOST, SETTINGS | OWN.get(name, {}) | more)

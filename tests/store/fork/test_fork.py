@@ -189,7 +189,6 @@ async def test_a_process_with_two_threads_is_not_forked(server: ForkServerOfTest
 
 
 async def test_a_thread_of_jemalloc_forbids_no_fork(server: ForkServerOfTest) -> None:
-    """jemalloc itself ends its thread before a fork, and begins the thread anew."""
     named = "open('/proc/thread-self/comm', 'w').write('jemalloc_bg_thd')"
     server.module(
         "threaded",
