@@ -16,6 +16,7 @@ import httpx
 from tests.e2e.conftest import Platform
 
 LOOK_PERIOD_S = 0.5
+REPORT_AGE_S = 2.0  # most, of a report that a look finds
 
 
 @dataclass
@@ -24,9 +25,15 @@ class Life:
 
     time: Mapping[str, Any]  # as seen last; valid for the moment of the runtime's report, not of the look
     began: float  # latest possible start, monotonic
+    earliest: float = float("-inf")  # earliest possible start, monotonic
 
     def look(self, time_us: Mapping[str, Any], now: float) -> None:
         self.time, self.began = time_us, min(self.began, _began(time_us, now))
+
+    @property
+    def follows_from(self) -> float:
+        """Earliest possible start of the next process, monotonic."""
+        return max(self.began, self.began + float(self.time["wall_us"]) / 1e6 - REPORT_AGE_S)
 
     def unseen_s(self, later: Life) -> float:
         """Longest time that the process may have lived after the last report, if `later` is the next process."""
@@ -60,10 +67,15 @@ class Devices:
             time_us = gpu["time"]
             self._wrong += (f"{gpu['id']}: {said}" for said in unbalanced(time_us))
             lives = self._lives.setdefault(gpu["id"], [])
-            if lives and lives[-1].goes_on(time_us):
+            began = _began(time_us, now)
+            if not lives:
+                lives.append(Life(time_us, began))
+            elif began < lives[-1].earliest:
+                continue  # the report is old: a killed NATS server has lost the reports written last
+            elif lives[-1].goes_on(time_us):
                 lives[-1].look(time_us, now)
-            else:
-                lives.append(Life(time_us, _began(time_us, now)))
+            elif began >= lives[-1].follows_from:
+                lives.append(Life(time_us, began, lives[-1].follows_from))
 
     @property
     def deaths(self) -> int:

@@ -114,6 +114,8 @@ def test_time_of_devices_is_conserved_over_their_lives() -> None:
         devices.look([gpu(20 * s, 8)], at)
     devices.look([gpu(3 * s // 10, 5)], 122.9)  # the next process, seen 0.6 s late
     devices.look([gpu(s, 5)], 123.0)
+    devices.look([gpu(19 * s, 7)], 123.2)  # a killed NATS server has lost the reports written last
+    devices.look([gpu(s, 5)], 123.4)
     assert devices.deaths == 1 and list(devices.flaws({"t": 13 + 2 * s})) == []
     (said,) = devices.flaws({"t": 14 + 2 * s})
     assert "2000001} us; 2000000 us passed unseen" in said

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.e2e.feed import Feed, serving
-from tests.e2e.watching.test_dashboard import OPERATOR, pytestmark, rows, sign_in, until
+from tests.e2e.feed import Feed
+from tests.e2e.watching.test_dashboard import OPERATOR, pytestmark, rows, served_to, sign_in, until
 from tests.e2e.watching.test_dashboard import chromium as chromium
 from tests.e2e.watching.test_dashboard import tab as tab
 
@@ -52,7 +52,7 @@ def test_a_deployment_offers_what_makes_sense_and_shows_what_serves(tab: Any) ->
     orders = played(tab)
     asked: list[str] = []
     tab.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
-    with serving(Feed(gpus=1, models=2)) as url:
+    with served_to(tab, Feed(gpus=1, models=2)) as url:
         sign_in(tab, url, "any")
         tab.click("#to-deployments")
         until(tab, lambda: len(rows(tab, "Deployments")) == 4)
@@ -74,7 +74,7 @@ def test_a_deployment_offers_what_makes_sense_and_shows_what_serves(tab: Any) ->
 
 def test_no_page_scrolls_sideways_on_a_phone(tab: Any) -> None:
     tab.set_viewport_size(PHONE)
-    with serving(Feed(gpus=3, models=12)) as url:
+    with served_to(tab, Feed(gpus=3, models=12)) as url:
         tab.goto(f"{url}/dashboard")
         assert tab.evaluate(WIDTHS)[0] <= PHONE["width"]
         sign_in(tab, url, "any")
@@ -106,7 +106,7 @@ TICKS = """() => {
 
 def test_an_idle_gpu_has_a_chart_of_whole_numbers_that_stays_when_the_page_is_left(tab: Any) -> None:
     feed = Feed(gpus=1, models=2)
-    with serving(feed) as url:
+    with served_to(tab, feed) as url:
         feed.runs = False  # nothing makes tokens
         sign_in(tab, url, "any")
         until(tab, lambda: tab.locator(".chart canvas").count())

@@ -354,7 +354,7 @@ def ask(platform: Platform, *models: str) -> None:
 
 
 @contextlib.contextmanager
-def played(tab: Any, feed: Feed) -> Iterator[str]:
+def served_to(tab: Any, feed: Feed) -> Iterator[str]:
     """Yields the address of the served feed. The browser's page leaves the server before the server stops.
 
     A page that still polls a stopped server writes errors to its console, and each such error fails the test.
@@ -367,7 +367,7 @@ def played(tab: Any, feed: Feed) -> Iterator[str]:
 def test_every_page_of_the_pool_is_a_cell_in_its_colour(tab: Any) -> None:
     feed = Feed(gpus=1, models=12)
     feed.runs = False
-    with played(tab, feed) as url:
+    with served_to(tab, feed) as url:
         sign_in(tab, url, "any")
         with tab.expect_response(lambda answer: answer.url.endswith("/pages")) as asked:
             tab.click("#to-pages")
@@ -384,7 +384,7 @@ def test_every_page_of_the_pool_is_a_cell_in_its_colour(tab: Any) -> None:
 
 def test_every_turn_is_reached_by_the_keyboard_and_says_what_it_was(tab: Any) -> None:
     feed = Feed(gpus=2, models=12)
-    with played(tab, feed) as url:
+    with served_to(tab, feed) as url:
         feed.runs = False
         sign_in(tab, url, "any")
         with tab.expect_response(lambda answer: "/r2/timeline" in answer.url):
@@ -412,7 +412,7 @@ def test_fifty_models_on_eight_gpus_leave_the_browser_idle(tab: Any, chromium: A
     def cpu_s() -> float:
         return float(sum(process["cpuTime"] for process in session.send("SystemInfo.getProcessInfo")["processInfo"]))
 
-    with played(tab, Feed(gpus=8, models=50)) as url:
+    with served_to(tab, Feed(gpus=8, models=50)) as url:
         sign_in(tab, url, "any")
         for name in ("now", "timeline", "pages", "deployments", "plan", "events", "cold-starts", "objectives", "usage"):
             tab.click(f"#to-{name}")

@@ -379,18 +379,20 @@ def test_a_load_that_can_not_be_is_refused_at_once(
 def test_a_late_unmap_leaves_the_newer_mapping_alone(device: DevicePool, reservation: Reservation) -> None:
     parked = CacheMemory(16 * PAGE)
     device.throttle(200e6)
+    late = 0
     for value in range(1, 20):
         reservation.map(0, 16 * PAGE, SOON_S)
         reservation.view(0, 16 * PAGE)[:] = bytes([value]) * (16 * PAGE)
         ticket = reservation.copy(0, parked, 0, 16 * PAGE, Direction.TO_HOST)
         reservation.unmap(0, 16 * PAGE)
-        assert not ticket.done()
+        late += not ticket.done()  # a busy machine may come back after the copy
         reservation.map(0, 16 * PAGE, SOON_S)  # map the addresses again while the copy reads the old pages
         reservation.view(0, 16 * PAGE)[:] = b"\xc8" * (16 * PAGE)
         ticket.wait(SOON_S)
         assert parked.view(0, 16 * PAGE) == bytes([value]) * (16 * PAGE)
         assert reservation.view(0, 16 * PAGE) == b"\xc8" * (16 * PAGE)
         reservation.unmap(0, 16 * PAGE)
+    assert late > 0
     parked.close()
 
 
