@@ -27,7 +27,7 @@ from tests.runtime.seeing import write_seeing
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
 POOL_BYTES, HOST_BYTES = 256 << 20, 2048 << 20
-KV_PAGES = 32  # of a request that moves, in the pool that the request moves to
+KV_PAGES = 48  # of a request that moves, in the pool that the request moves to
 AT_ONCE = 12  # models that a process of bare vLLM answers for
 QUICK = ("Qwen3_5ForConditionalGeneration", "LlavaForConditionalGeneration", "FalconForCausalLM")
 NEIGHBOUR, STEPS = "Olmo2ForCausalLM", 4  # the architecture beside the others, and its steps at a time
@@ -145,8 +145,9 @@ def goes_everywhere(families: Families, name: str, said: list[list[int]], neighb
         spoil(engine)
         assert answers(engine, batch) == expected, "in blocks that an earlier request has spoilt"
     neighbour.finish()
-    again = awake(families.of(name, runtime=1), KV_PAGES)
+    again = awake(families.of(name, runtime=1), 8)
     assert answers(again, batches[0], PARKED_EVERY) == [said[number] for number in batches[0]], "built from the image"
+    again.grow(KV_PAGES - again.held().kv)
     assert moved(engine, again, question(3), MOST, len(PROMPTS[3]) + MOST) == said[3], "moved in mid-answer"
     if not rounded(name):  # tokens that a dead runtime made are computed again, many at a time
         assert said[2][: MOST // 2] + answers(again, [2], made=said[2][: MOST // 2])[0] == said[2], "after a death"
