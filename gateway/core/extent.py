@@ -6,6 +6,7 @@ vLLM sees the request. Pure: a body in, the first bound that the body exceeds ou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -46,6 +47,10 @@ class Excess:
 
 
 NOTHING = Raw()  # a field missing in the body
+# A field with so many commas is not taken apart to be counted: 4 million items kept the loop for 2 s.
+DENSE = 1 << 15
+_LONG_STRING = re.compile(rb'"[^"\\]{1024,}"')  # a picture's data have neither quotes nor backslashes
+_LISTS_IN_A_LIST = re.compile(rb"^\s*\[\s*\[|,\s*\[")
 
 
 class ContentPart(msgspec.Struct):
@@ -124,6 +129,7 @@ class BodyExtent(msgspec.Struct):
     text: Raw = NOTHING  # /v1/responses: the format of the text
     tools: Raw = NOTHING
     tool_choice: Raw = NOTHING
+    stop_token_ids: Raw = NOTHING
     logit_bias: Raw = NOTHING
     metadata: Raw = NOTHING
     vllm_xargs: Raw = NOTHING
@@ -157,6 +163,9 @@ def pictures_in(ask: BodyExtent) -> int:
 
 
 def _measured(ask: BodyExtent, limits: ExtentLimits, repeats: bool) -> Iterator[Excess]:
+    setting = "tokenize_bytes_max" if repeats else "text_bytes_max"
+    for field in TEXTS:
+        yield Excess(field, _dense_bytes(getattr(ask, field)), getattr(limits, setting), "bytes of text", setting)
     answers = max(_number(ask.n), _number(ask.best_of), 1) * _prompts(ask.prompt)
     yield Excess("n", answers, limits.answers_max, "answers (n times prompts)", "answers_max")
     talks = _talks(ask.messages)
@@ -167,6 +176,8 @@ def _measured(ask: BodyExtent, limits: ExtentLimits, repeats: bool) -> Iterator[
     yield Excess("tools", _items(ask.tools), limits.messages_max, "tools", "messages_max")
     for field in ENTRIES:
         yield Excess(field, _entries(getattr(ask, field)), limits.entries_max, "entries", "entries_max")
+    stops = bytes(ask.stop_token_ids).count(b",") + 1
+    yield Excess("stop_token_ids", stops, limits.entries_max, "token ids", "entries_max")
     for field in ("logprobs", "top_logprobs"):
         yield Excess(field, _number(getattr(ask, field)), limits.logprobs_max, "logprobs a token", "logprobs_max")
     of_prompt = _number(ask.prompt_logprobs)
@@ -179,7 +190,6 @@ def _measured(ask: BodyExtent, limits: ExtentLimits, repeats: bool) -> Iterator[
         parts = _parts(getattr(ask, field), limits.messages_max)
         yield Excess(field, parts, limits.messages_max, "parts of messages", "messages_max")
         sizes[field] -= sum(pictures)
-    setting = "tokenize_bytes_max" if repeats else "text_bytes_max"
     largest = max(sizes, key=sizes.__getitem__)
     yield Excess(largest, sum(sizes.values()), getattr(limits, setting), "bytes of text", setting)
     for field in GRAMMARS:
@@ -207,8 +217,21 @@ def _items(raw: Raw) -> int:
         return 1
 
 
+def _dense_bytes(raw: Raw) -> int:
+    """Return the bytes of a field with DENSE commas or more, long strings aside, for pictures may be among them. A
+    field with fewer commas is counted otherwise, and the result is 0."""
+    text = bytes(raw)
+    if text.count(b",") < DENSE:
+        return 0
+    return len(text) - sum(len(found.group()) for found in _LONG_STRING.finditer(text))
+
+
 def _entries(raw: Raw) -> int:
-    """Return the number of entries of an object; 0 for a value of another kind."""
+    """Return the number of entries of an object; 0 for a value of another kind.
+
+    In an object with DENSE commas or more each comma counts as the end of an entry."""
+    if (commas := bytes(raw).count(b",")) >= DENSE:
+        return commas + 1
     try:
         return len(msgspec.json.decode(bytes(raw or b"{}"), type=dict[str, Raw]))
     except (msgspec.DecodeError, RecursionError):
@@ -217,6 +240,8 @@ def _entries(raw: Raw) -> int:
 
 def _talks(raw: Raw) -> list[int]:
     """Return the number of messages of each conversation in a batch; [] for a single conversation."""
+    if not _LISTS_IN_A_LIST.search(bytes(raw)):
+        return []
     try:
         items = msgspec.json.decode(bytes(raw or b"[]"), type=list[Raw])
     except (msgspec.DecodeError, RecursionError):

@@ -79,6 +79,7 @@ EXTENSIVE = (
 # Requests with a great many faults: vLLM's validation has a list of every fault before the answer tells of ten.
 FAULTY = (
     Attack("faulty items", RESPONSES, lambda: {"input": [{"role": "nobody"}] * LIMITS.messages_max}, refused=True),
+    Attack("millions of zeros", CHAT, lambda: said() | {"messages": [0] * 3_900_000}, refused=True),
     Attack("faulty tools", RESPONSES, lambda: {"input": "a", "tools": [{}] * LIMITS.messages_max}, refused=True),
     Attack("faulty tokens", COMPLETIONS, lambda: {"prompt": [1] + [None] * 200_000}, refused=True),
     Attack("faulty stops", CHAT, lambda: said() | {"stop_token_ids": [None] * 1_500_000}, refused=True),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.extent import BodyExtent, ExtentLimits, first_excess
+from gateway.core.extent import DENSE, BodyExtent, ExtentLimits, first_excess
 
 LIMITS = ExtentLimits(
     answers_max=4,
@@ -48,6 +48,11 @@ TOO_MUCH: dict[str, tuple[dict[str, object], str, int, int]] = {
     "biases": ({"logit_bias": {"1": 1, "2": 2, "3": 3}}, "logit_bias", 3, 2),
     "metadata": ({"metadata": dict.fromkeys("abc")}, "metadata", 3, 2),
     "further arguments": ({"vllm_xargs": dict.fromkeys("abcd", 1)}, "vllm_xargs", 4, 2),
+    "stops": ({"stop_token_ids": [7, 8, 9]}, "stop_token_ids", 3, 2),
+    "very many biases": ({"logit_bias": dict.fromkeys(range(DENSE + 2), 1)}, "logit_bias", DENSE + 2, 2),
+    "very many messages": ({"messages": [0] * (DENSE + 1)}, "messages", 2 * DENSE + 3, 100),
+    "very many tools": ({"tools": [{}] * (DENSE + 1)}, "tools", 3 * DENSE + 4, 100),
+    "very many odd messages and an image": ({"input": ["image"] + [0] * DENSE}, "input", 2 * DENSE + 9, 100),
     "many tools": ({"tools": [{}] * 4}, "tools", 4, 3),
     "pictures": ({"messages": [{"content": [PICTURE] * 3}]}, "messages", 3, 2),
     "pictures of responses": ({"input": [{"content": [{"type": "input_image", "image_url": URL}] * 3}]}, "input", 3, 2),
@@ -100,6 +105,12 @@ def test_a_picture_is_counted_however_its_name_is_written() -> None:
 )
 def test_what_stays_within_the_bounds_passes(body: dict[str, object]) -> None:
     assert first_excess(ask(body), LIMITS) is None
+
+
+def test_a_large_picture_beside_a_text_of_many_commas_is_no_text() -> None:
+    large = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 10_000}}
+    body = {"messages": [{"content": [large, {"type": "text", "text": "," * DENSE}]}]}
+    assert first_excess(ask(body), ExtentLimits(text_bytes_max=DENSE + 200)) is None
 
 
 anything = st.recursive(

@@ -48,7 +48,8 @@ async def test_a_body_nested_deep_is_a_bad_request(plane: Plane, depth: int) -> 
 
 EXTENSIVE: dict[str, tuple[str, dict[str, object], str]] = {
     "16,384 answers": ("/v1/chat/completions", CHAT | {"n": 16384}, "16384 answers"),
-    "100,000 messages": ("/v1/chat/completions", CHAT | {"messages": CHAT["messages"] * 100_000}, "100000 messages"),
+    "100,000 messages": ("/v1/chat/completions", CHAT | {"messages": CHAT["messages"] * 100_000}, "bytes of text"),
+    "10,000 messages": ("/v1/chat/completions", CHAT | {"messages": CHAT["messages"] * 10_000}, "10000 messages"),
     "logprobs of a prompt": ("/v1/completions", {"model": "chat", "prompt": "a", "prompt_logprobs": 20}, "20 logprobs"),
     "7.9 MB to tokenise": ("/v1/tokenize", {"model": "chat", "prompt": "a" * 7_900_000}, "7900002 bytes of text"),
     "a regex of 180 kB": (
@@ -85,7 +86,7 @@ async def test_a_request_for_too_much_is_a_400_with_the_number_and_costs_no_runt
     [
         ("/v1/responses", {"input": [{"role": "nobody"}] * 2048}, "input"),
         ("/v1/completions", {"prompt": [1] + [None] * 200_000}, "prompt"),
-        ("/v1/chat/completions", CHAT | {"stop_token_ids": [None] * 1_500_000}, "stop_token_ids"),
+        ("/v1/chat/completions", CHAT | {"allowed_token_ids": [None] * 1_500_000}, "allowed_token_ids"),
     ],
 )
 async def test_of_a_request_with_a_million_faults_a_few_are_told(
