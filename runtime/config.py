@@ -96,7 +96,7 @@ class RuntimeSettings(BaseSettings):
     cache_pinned: ByteSize = ByteSize(0)
     # With a GPU, the most requests of a decode step that is replayed from a CUDA graph; 0: every step is eager.
     cuda_graphs: Annotated[int, Field(ge=0, le=512)] = 64
-    compiled: bool = False  # on GPUs: models are compiled by torch, as vLLM's are by default; takes a minute once
+    compiled: bool = False  # on GPUs: torch compiles each model, as vLLM does by default; builds take longer
     async_scheduling: bool | None = None  # begin a step before the last step's tokens are known; None: on GPUs alone
     numa_node: int = -1  # node of the host whose processors and memory are next to the GPU; -1: any
     host_cache_fd: int = -1  # host cache file shared by the runtimes of a node; -1: the runtime has a private cache

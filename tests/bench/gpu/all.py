@@ -9,7 +9,7 @@ and to OUT_DIR. A failed part stops no further part, but makes the exit status 1
 
   build          10 s   the memory library, and its view of the driver beside NVIDIA's headers
   tests          60 s   tests/gpu but for the part kinds
-  kinds         400 s   models with every kind of KV cache beside bare vLLM
+  kinds         400 s   models with every kind of KV cache beside bare vLLM, by pytest-xdist (time guessed)
   driver_calls   90 s   A the price of the driver's calls, B behind a running kernel, C beside launches
   scale_up       60 s   D pinned memory and the link, E an image of 15 GiB back from the cache
   shapes         60 s   F engines of two models of 0.6 B: build, cold start, parking, turns
@@ -63,7 +63,7 @@ TESTS = [
 PARTS = {
     "build": Part(["make", "-j4", "-C", "csrc", "all", "cuda"], 70, "build.txt"),
     "tests": Part([*TESTS, "tests/gpu", "--ignore=tests/gpu/test_kinds.py"], 110, "tests.txt"),
-    "kinds": Part([*TESTS, "tests/gpu/test_kinds.py"], 480, "kinds.txt"),
+    "kinds": Part([*TESTS, "-n", "6", "tests/gpu/test_kinds.py"], 480, "kinds.txt"),
     "driver_calls": bench("driver_calls", 120),
     "scale_up": bench("scale_up", 220),
     "shapes": bench("shapes", 240, "--graphs", GRAPHS, "0.6B", "0.6B"),
