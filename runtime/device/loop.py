@@ -105,6 +105,7 @@ from store.telemetry import observe
 log = structlog.get_logger()
 
 STATE_PERIOD_S = 1.0
+IMAGE_LOOKS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # pauses of an idle device between looks for images on the disk
 STATE_PAUSE_S = 0.05  # least pause between two states while steps are made: models may come and go with every turn
 TRANSFER_WAIT_S = 1e-3  # longest wait for a transfer at a time, while the device has no other work
 BACKLOG_MOST = 64 << 20  # bytes: if the node does not read, steps stop before the machine's memory is full
@@ -151,6 +152,7 @@ class Device:
         self._transfers: dict[ModelKey, Ask] = {}  # by model, a call that looks whether the transfer is over
         self._made: dict[str, list[Delta]] = {}
         self._state: State | None = None  # the last state sent
+        self._looks = 0  # looks for images on the disk since the last state
         self._state_at, self._moves = 0.0, 0  # time of the last state, and the instance's count of moves then
         self._told_us = self.account.at_us  # the node knows the use of the device's time up to here
         self._stages: list[Stage] = []  # stages of models' ways that the node was not told of yet
@@ -469,7 +471,7 @@ class Device:
             switch_times=self._clocks.switches.shown(),
         )
         if state != self._state:
-            self._state = state
+            self._state, self._looks = state, 0
             self._pipe.send(state)
 
     def _note(self, stage: str, model: ModelKey, began: float) -> None:
@@ -509,9 +511,22 @@ class Device:
         self._send_state()
         wait_s = None if (tick_at := self.instance.next_tick()) is None else tick_at - self._clock()
         if len(self.instance.requests):  # requests wait: the node wants signs that the process lives
-            wait_s = STATE_PERIOD_S if wait_s is None else min(wait_s, STATE_PERIOD_S)
+            wait_s = _earlier(wait_s, STATE_PERIOD_S)
+        if self._looks < len(IMAGE_LOOKS_S) and self._lacks_images():
+            wait_s, self._looks = _earlier(wait_s, IMAGE_LOOKS_S[self._looks]), self._looks + 1
         self._builds.tidy(waited_for=len(self.instance.requests) > 0)
         self._pipe.wait(wait_s)
+
+    def _lacks_images(self) -> bool:
+        """Whether the last state has a model outside memory without an image on disk: another process may be writing
+        the image."""
+        return self._state is not None and any(
+            state.residency is Residency.COLD and state.on_disk is not True for state in self._state.models.values()
+        )
+
+
+def _earlier(wait_s: float | None, most_s: float) -> float:
+    return most_s if wait_s is None else min(wait_s, most_s)
 
 
 def _unknown(spec: EngineSpec) -> ModelCosts:

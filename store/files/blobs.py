@@ -4,6 +4,7 @@
     partial/KEY         a file being fetched, as far as received; locked by the fetching process
     known/KEY           the SHA-256 of the file KEY, if the source did not say the SHA-256 before
     folders/DIGEST/     a model: hard links into blobs, by the names that the source gave
+    folders.lock        locked by the process that makes or removes a folder
 
 Gateways on a machine, or with a common file system, share the store. Files that no model needs are swept.
 """
@@ -98,19 +99,27 @@ class Blobs:
         said = "".join(f"{name}\0{sha256}\n" for name, sha256 in sorted(files.items()))
         path = self.folder / "folders" / hashlib.sha256(said.encode()).hexdigest()
         self._make()
-        if self._is_folder_of(files, path):
-            os.utime(path)  # tells a sweeping process that the folder is wanted
-            return path
-        made = Path(tempfile.mkdtemp(prefix=".draft-", dir=self.folder))
-        try:
-            self._link(files, made)
-            made.chmod(0o755)
-            if path.is_dir():  # the old folder has a blob that was dropped as damaged
-                shutil.rmtree(path)
-            made.rename(path)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+        with self._folders_locked():  # two imports of equal files end at the same time: the second finds the first's
+            if self._is_folder_of(files, path):
+                os.utime(path)  # tells a sweeping process that the folder is wanted
+                return path
+            made = Path(tempfile.mkdtemp(prefix=".draft-", dir=self.folder))
+            try:
+                self._link(files, made)
+                made.chmod(0o755)
+                if path.is_dir():  # the old folder has a blob that was dropped as damaged
+                    shutil.rmtree(path)
+                made.rename(path)
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
         return path
+
+    @contextlib.contextmanager
+    def _folders_locked(self) -> Iterator[None]:
+        """Wait until no other thread or process makes or removes a folder, and keep all others waiting."""
+        with (self.folder / "folders.lock").open("ab") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+            yield
 
     def _is_folder_of(self, files: Mapping[str, str], path: Path) -> bool:
         try:
@@ -146,7 +155,7 @@ class Blobs:
         `pending`: an unfinished import may still need files, so only files unused for KEEP_S seconds are removed."""
         before = self.used_bytes()
         for path, wanted_ns in candidates.items():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), self._folders_locked():
                 old = not pending or now_s - wanted_ns / 1e9 > KEEP_S
                 if str(path) not in used and old and path.stat().st_mtime_ns == wanted_ns:
                     shutil.rmtree(path)

@@ -133,6 +133,7 @@ class Builder:
 
     def __init__(self, made: list[list[int]]) -> None:
         self.engines: dict[str, Scripted] = {}
+        self.images: set[str] = set()  # models with an image on the disk
         self.change: Callable[[Scripted], None] = lambda engine: None  # called with every engine built
         self._made = made
 
@@ -153,7 +154,7 @@ class Builder:
         return sum(engine.weights + engine.kv for engine in self.engines.values())
 
     def on_disk(self, spec: EngineSpec, /) -> bool:
-        return False
+        return spec.key in self.images
 
     def spare_room(self, spec: EngineSpec, later: Sequence[EngineSpec], /) -> int | None:
         return None
@@ -371,6 +372,22 @@ def test_a_model_that_was_put_to_sleep_holds_nothing_and_wakes_for_a_request() -
     node.when(lambda: node.model("a").residency is Residency.STAGED and node.states[-1].pages_used == 0, node.start())
     node.run(until=lambda: len(node.tokens) == TOKENS)
     assert node.build.engines["a"].calls == ["fetch", "check", "park", "fetch", "check"]
+
+
+def test_an_idle_device_tells_of_an_image_that_another_process_wrote() -> None:
+    """The engine of a sleeping model is lost, and the image is on the disk a moment later."""
+    node = Node()
+    node.build.change = failing_once(RuntimeError("the copy failed"), "park")
+
+    def written() -> bool:
+        gone = node.model("a").residency is Residency.COLD
+        node.build.images.update("a" if gone else "")
+        return gone
+
+    node.send(ipc.Place(spec("a")))
+    node.when(lambda: node.model("a").residency is Residency.RESIDENT, ipc.Order("a", awake=False))
+    node.when(written)
+    node.run(until=lambda: node.model("a").on_disk is True)
 
 
 def test_pages_that_the_pool_counts_and_no_model_holds_are_found_when_the_device_rests() -> None:

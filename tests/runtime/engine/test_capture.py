@@ -25,7 +25,8 @@ from runtime.memory.native import (
     capture_forget,
     capture_install,
 )
-from tests.runtime.memory.test_memory import PAGE, SOON_S, refused, resident_bytes
+from tests.runtime.memory.resident import resident_bytes
+from tests.runtime.memory.test_memory import PAGE, SOON_S, refused
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM and torch
 ROWS, COLUMNS = 1000, 300  # no multiples of a tile: packed weights take more room
@@ -93,24 +94,23 @@ def reservation(device: DevicePool) -> Iterator[Reservation]:
 
 
 def test_scratch_memory_is_the_machines_and_goes_back_to_it(device: DevicePool, reservation: Reservation) -> None:
-    before = resident_bytes("RssAnon")
     reservation.scratch(PAGE, 1000 * PAGE, True)
     reservation.view(PAGE, 1000 * PAGE)[:] = b"\x07" * (1000 * PAGE)
     stats = device.stats()
-    assert resident_bytes("RssAnon") - before >= 999 * PAGE and stats.pages_free == stats.pages_total
+    assert resident_bytes(reservation) == 1000 * PAGE and stats.pages_free == stats.pages_total
     reservation.scratch(PAGE, 1000 * PAGE, False)
-    assert resident_bytes("RssAnon") - before < 100 * PAGE
+    assert resident_bytes(reservation) == 0
     with tempfile.TemporaryFile() as file, pytest.raises(OSError, match="Bad address"):
         os.write(file.fileno(), reservation.view(PAGE, 1))
 
 
 def test_a_release_takes_scratch_memory_away(device: DevicePool) -> None:
     reservation = device.reserve(1000 * PAGE)
-    before = resident_bytes("RssAnon")
     reservation.scratch(0, 1000 * PAGE, True)
     reservation.view(0, 1000 * PAGE)[:] = b"\x07" * (1000 * PAGE)
+    assert resident_bytes(reservation) == 1000 * PAGE
     reservation.release()
-    assert resident_bytes("RssAnon") - before < 100 * PAGE
+    assert resident_bytes(reservation) == 0
 
 
 def test_scratch_memory_and_pages_exclude_each_other(reservation: Reservation) -> None:

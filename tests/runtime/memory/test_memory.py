@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from ctypes.util import find_library
-from pathlib import Path
 
 import pytest
 
@@ -31,6 +30,7 @@ from runtime.memory.native import (
     TransferTicket,
 )
 from tests.conftest import ROOT
+from tests.runtime.memory.resident import resident_bytes
 
 PAGE = 64 << 10
 POOL_PAGES = 32
@@ -83,24 +83,17 @@ def test_addresses_stay_while_pages_come_and_go(reservation: Reservation) -> Non
 
 
 def test_far_more_addresses_than_memory_cost_no_memory(device: DevicePool) -> None:
-    before = resident_bytes("VmRSS")
     reservation = device.reserve(1 << 36)
-    assert reservation.bytes == 1 << 36 and resident_bytes("VmRSS") - before < 16 << 20
+    assert reservation.bytes == 1 << 36 and resident_bytes(reservation) == 0
     reservation.release()
 
 
 def test_unmapping_takes_memory_from_the_process(device: DevicePool, reservation: Reservation) -> None:
-    before = resident_bytes("RssShmem")
     reservation.map(0, 32 * PAGE, SOON_S)
-    assert resident_bytes("RssShmem") - before >= 32 * PAGE
+    assert resident_bytes(reservation) == 32 * PAGE
     reservation.unmap(0, 32 * PAGE)
     device.settle(SOON_S)
-    assert resident_bytes("RssShmem") - before < PAGE
-
-
-def resident_bytes(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
+    assert resident_bytes(reservation) == 0
 
 
 def test_another_owners_bytes_are_zeroed_and_ones_own_are_not(device: DevicePool) -> None:
@@ -153,11 +146,11 @@ def test_a_failed_map_gives_back_what_it_had(device: DevicePool, reservation: Re
         reservation.unmap(slot * PAGE, PAGE)
     device.settle(SOON_S)
     device.inject(FaultPoint.MAP, 9)
-    before = resident_bytes("RssShmem")
+    before = resident_bytes(reservation)
     with pytest.raises(PoolError, match="made to fail"):
         reservation.map(40 * PAGE, 16 * PAGE, SOON_S)
     device.settle(SOON_S)
-    assert device.stats().pages_free == 16 and resident_bytes("RssShmem") == before
+    assert device.stats().pages_free == 16 and resident_bytes(reservation) == before
     reservation.map(40 * PAGE, 16 * PAGE, SOON_S)
 
 
@@ -288,7 +281,7 @@ def test_every_cancelled_load_returns_its_pages(
     device: DevicePool, reservation: Reservation, cache: CacheMemory
 ) -> None:
     device.throttle(200e6)
-    before = resident_bytes("RssShmem")
+    before = resident_bytes(reservation)
     for pause_s in [0, 0.0005, 0.001, 0.002, 0.004] * 4:
         ticket = reservation.load(cache, [Segment(0, 0, 32 * PAGE)], chunk_bytes=PAGE)
         time.sleep(pause_s)
@@ -296,7 +289,7 @@ def test_every_cancelled_load_returns_its_pages(
         with refused(Code.CANCELLED):
             ticket.wait(SOON_S)
         device.settle(SOON_S)
-        assert device.stats().pages_free == POOL_PAGES and resident_bytes("RssShmem") == before
+        assert device.stats().pages_free == POOL_PAGES and resident_bytes(reservation) == before
 
 
 def test_a_load_takes_the_pages_that_another_is_still_leaving(device: DevicePool, cache: CacheMemory) -> None:
