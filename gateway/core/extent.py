@@ -49,7 +49,11 @@ class Excess:
 NOTHING = Raw()  # a field missing in the body
 # A field with so many commas is not taken apart to be counted: 4 million items kept the loop for 2 s.
 DENSE = 1 << 15
+# Values that a message, part, tool or call may have on average where a field is DENSE: 350,000 empty conversations kept
+# the loop for 0.2 s while the conversations' messages were counted.
+VALUES_EACH = 16
 _LONG_STRING = re.compile(rb'"[^"\\]{1024,}"')  # a picture's data have neither quotes nor backslashes
+_FIRST_ITEM = re.compile(rb"\s*\[\s*(.)", re.DOTALL)
 _LISTS_IN_A_LIST = re.compile(rb"^\s*\[\s*\[|,\s*\[")
 
 
@@ -167,6 +171,9 @@ def _measured(ask: BodyExtent, limits: ExtentLimits, repeats: bool) -> Iterator[
     for field in TEXTS:
         if size := _dense_bytes(getattr(ask, field)):
             yield Excess(field, size, getattr(limits, setting), "bytes of text", setting)
+    for field in ("messages", "input", "tools"):
+        values, allowed = _dense_values(getattr(ask, field)), VALUES_EACH * limits.messages_max
+        yield Excess(field, values, allowed, f"values ({VALUES_EACH} for each message)", "messages_max")
     answers = max(_number(ask.n), _number(ask.best_of), 1) * _prompts(ask.prompt)
     yield Excess("n", answers, limits.answers_max, "answers (n times prompts)", "answers_max")
     talks = _talks(ask.messages)
@@ -226,6 +233,16 @@ def _dense_bytes(raw: Raw) -> int:
         return 0
     text = text.replace(b"\\/", b"/")  # as some clients write the data of a picture
     return len(text) - sum(len(found.group()) for found in _LONG_STRING.finditer(text))
+
+
+def _dense_values(raw: Raw) -> int:
+    """Return the number of values of a field with DENSE commas or more: commas outside strings, and one. A field with
+    fewer commas is counted otherwise, and the result is 0."""
+    text = bytes(raw)
+    if text.count(b",") < DENSE:
+        return 0
+    unescaped = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return b"".join(unescaped.split(b'"')[::2]).count(b",") + 1
 
 
 def _entries(raw: Raw) -> int:
@@ -305,10 +322,16 @@ def _parts_of_odd(raw: Raw) -> int:
 
 
 def _prompts(raw: Raw) -> int:
-    """Return the number of prompts of a body: a list may be one prompt in tokens, or many prompts."""
+    """Return the number of prompts of a body: a list may be one prompt in tokens, or many prompts.
+
+    In a list with DENSE commas or more each text counts, and each list of tokens."""
+    begins = _FIRST_ITEM.match(bytes(raw))
+    if begins is not None and begins[1] in b"-0123456789":
+        return 1
+    if begins is not None and bytes(raw).count(b",") >= DENSE:
+        return bytes(raw).count(b"[") - 1 if begins[1] == b"[" else _dense_values(raw)
     try:
         items = msgspec.json.decode(bytes(raw or b"[]"), type=list[Raw])
     except (msgspec.DecodeError, RecursionError):
         return 1
-    tokens = bool(items) and bytes(items[0])[:1] in b"-0123456789"
-    return 1 if tokens else max(1, len(items))
+    return max(1, len(items))

@@ -129,6 +129,32 @@ def test_no_body_however_odd_is_an_error_here(body: dict[str, object]) -> None:
     first_excess(msgspec.json.decode(text, type=BodyExtent), LIMITS)
 
 
+def commas(value: object) -> int:
+    """Commas between the items of the lists and objects in a value."""
+    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return max(0, len(items) - 1) + sum(map(commas, items))
+
+
+@given(anything)
+def test_values_are_counted_by_the_commas_outside_strings(value: object) -> None:
+    text = "[" + "0," * DENSE + msgspec.json.encode([value, '\\",', "\\\\"]).decode() + "]"
+    asked = msgspec.json.decode(f'{{"messages": {text}}}', type=BodyExtent)
+    excess = first_excess(asked, ExtentLimits(messages_max=0))
+    assert excess is not None and excess.asked == DENSE + commas([value, "", ""]) + 1
+
+
+@pytest.mark.parametrize("item", ["0", '""', "{}", "[]", "[0]", '{"content":[]}'])
+@pytest.mark.parametrize("field", ["messages", "input", "tools", "prompt"])
+def test_a_field_of_very_many_values_is_refused_without_being_taken_apart(field: str, item: str) -> None:
+    items = ",".join([item] * (DENSE + 1))
+    body = f'{{"{field}": [{items}]}}'
+    excess = first_excess(msgspec.json.decode(body, type=BodyExtent), ExtentLimits())
+    if (field, item) == ("prompt", "0"):
+        assert excess is None, "a prompt of many tokens"
+    else:
+        assert excess is not None and (excess.field, excess.asked) == ("n" if field == "prompt" else field, DENSE + 1)
+
+
 @given(st.integers(1, 100), st.integers(1, 100))
 def test_answers_are_n_times_prompts(n: int, prompts: int) -> None:
     excess = first_excess(ask({"n": n, "prompt": ["p"] * prompts}), ExtentLimits(answers_max=0))
