@@ -120,7 +120,8 @@ def pip_of_this_machine(folder: Path) -> list[str]:
     options = dict(re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", said.stdout, re.MULTILINE))
     options.pop("disable-pip-version-check", None)
     (folder / "pip.conf").write_text("[global]\n" + "".join(f"{key} = {value}\n" for key, value in options.items()))
-    paths = {Path(path) for value in options.values() for path in re.findall(r"(?:^|\s|file://[^/\s]*)(/\S+)", value)}
+    indexes = {Path(path).parent for text in options.values() for path in re.findall(r"file://[^/\s]*(/\S+)", text)}
+    paths = indexes | {Path(text) for text in options.values() if text.startswith("/")}
     known = [f"{path}:{path}:ro" for path in sorted(paths) if path.exists()]
     return [f"{folder / 'pip.conf'}:/etc/pip.conf:ro", *known]
 
