@@ -145,8 +145,10 @@ class Network:
                 assert held.poll() is None
             self._inside = ["nsenter", f"--net=/proc/{held.pid}/ns/net"]
             subprocess.run([*self._inside, "ip", "link", "set", "lo", "up"], check=True)
-            yield self
-            held.kill()
+            try:
+                yield self
+            finally:
+                held.kill()
 
     def command(self, *words: str | Path) -> list[str]:
         return [*self._inside, *map(str, words)]
@@ -184,7 +186,11 @@ class Container:
             mounts += [f"mount --bind {outside} {root}{inside}"]
             mounts += [] if writable else [f"mount -o remount,bind,ro {root}{inside}"]
         mounts += [f"mount -t tmpfs -o mode=1777 tmpfs {root}/tmp", f"mount -t proc proc {root}/proc"]
-        mounts += [f"mount --rbind /dev {root}/dev", f"mount -o remount,bind,ro {root}"]
+        mounts += [
+            f"mount --rbind /sys {root}/sys",
+            f"mount --rbind /dev {root}/dev",
+            f"mount -o remount,bind,ro {root}",
+        ]
         user, _, group = image["User"].partition(":")
         confined = ["setpriv", "--reuid", user, "--regid", group, "--clear-groups", "--no-new-privs"]
         confined += ["--bounding-set=-all", "--inh-caps=-all"]
@@ -210,6 +216,13 @@ class Container:
             inside = ["nsenter", f"--mount=/proc/{pid}/ns/mnt", f"--root=/proc/{pid}/root", *self.health]
             return subprocess.run(inside, env=environment, capture_output=True).returncode == 0
         return False
+
+    def kill(self) -> None:
+        """End every process of the container at once: the namespace of processes ends with the first process."""
+        with contextlib.suppress(ValueError, psutil.Error):
+            psutil.Process(self._pid()).kill()
+        self.process.kill()
+        self.process.wait(30)
 
     def stop(self) -> int:
         """End the container as an engine does, with SIGTERM to the first process. Returns the exit status."""

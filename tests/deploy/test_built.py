@@ -6,7 +6,9 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +28,7 @@ TARGETS = ("gateway", "runtime-cpu")
 POINTS = ["/run/secrets", "/models", "/imported", "/var/lib/staccato"]
 MOST_BYTES = 3_600_000_000  # of an image: 3.4 GB in November 2026
 SETTINGS = {"STACCATO_DEVICE_MEMORY": "64MiB", "STACCATO_HOST_CACHE": "128MiB"}
-URL = "http://gateway:8080"
+URL = "http://127.0.0.1:8080"
 SOON_S = 240
 
 
@@ -69,9 +71,10 @@ def secrets(tmp_path: Path) -> Path:
 def test_the_containers_of_compose_serve_a_request_and_book_the_request(
     storage: Storage, secrets: Path, tmp_path: Path
 ) -> None:
-    write_random(tmp_path / "models/toy", "llama")
+    for file in write_random(tmp_path / "models/toy", "llama").iterdir():
+        file.chmod(0o644)  # the containers have a user of their own
     network = Network(tmp_path, ("nats", "postgres", "gateway"))
-    with network.up(), database(network, secrets, tmp_path), bus(network, secrets, tmp_path):
+    with network.up(), database(network, secrets), bus(network, secrets, tmp_path):
         started = Started(storage, network, secrets, tmp_path)
         with started.images():
             assert started.start("migrate").process.wait(SOON_S) == 0
@@ -95,7 +98,7 @@ def serve(network: Network, admin: str) -> None:
     made("POST", "/tenants", {"name": "acme"})
     key = made("POST", "/tenants/acme/keys", {"name": "k"})["key"]
     made("POST", "/models", {"name": "toy", "source": "/models/toy"})
-    until(lambda: bool(network.ask("GET", f"{api}/models/toy", admin)[1]["state"] == "ready"))
+    until(lambda: network.ask("GET", f"{api}/models/toy", admin)[1]["state"] != "importing")
     made("POST", "/deployments", {"name": "chat", "model": "toy", "tenant": "acme", "dtype": "float32"})
     body = {"model": "chat", "prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     status, answer = network.ask("POST", f"{URL}/v1/completions", key, body)
@@ -122,8 +125,7 @@ class Started:
                 yield
             finally:
                 for container in self.containers:
-                    container.process.kill()
-                    container.process.wait(30)
+                    container.kill()
 
     def start(self, name: str) -> Container:
         service = self.compose["services"][name]
@@ -161,36 +163,28 @@ def resolved(value: str) -> str:
 
 
 @contextlib.contextmanager
-def database(network: Network, secrets: Path, folder: Path) -> Iterator[None]:
+def database(network: Network, secrets: Path) -> Iterator[None]:
     """PostgreSQL in the network, with the password of the secrets, where compose has the image of PostgreSQL."""
     found = programs()
     if found is None:
         pytest.skip("no PostgreSQL: install Debian's `postgresql`")
-    data, password = folder / "postgres", secrets / "platform/postgres_password"
-    data.mkdir()
-    shutil.copy(password, folder / "password")
-    for path in (data, folder / "password"):
-        shutil.chown(path, "postgres", "postgres")
     as_user: list[str | Path] = ["setpriv", "--reuid", "postgres", "--regid", "postgres", "--clear-groups"]
-    initdb: list[str | Path] = [
-        found / "initdb",
-        "-D",
-        data,
-        "-U",
-        "staccato",
-        "-A",
-        "scram-sha-256",
-        "--pwfile",
-        folder / "password",
-    ]
-    subprocess.run([*as_user, *initdb, "--no-sync"], check=True, stdout=subprocess.DEVNULL)
-    options: list[str | Path] = ["-D", data, "-h", "127.0.0.1", "-k", data, "-F"]
-    with subprocess.Popen(network.command(*as_user, found / "postgres", *options)) as server:
-        environment = os.environ | {"PGPASSWORD": password.read_text().strip()}
-        create = network.command(found / "createdb", "-h", "127.0.0.1", "-U", "staccato", "staccato")
-        until(lambda: subprocess.run(create, env=environment, capture_output=True).returncode == 0)
-        yield
-        server.terminate()
+    with tempfile.TemporaryDirectory(prefix="staccato-pg-") as folder:  # its user may not enter the test's folder
+        data, password = Path(folder) / "data", shutil.copy(secrets / "platform/postgres_password", folder)
+        for path in (folder, password):
+            shutil.chown(path, "postgres", "postgres")
+        initdb: list[str | Path] = [found / "initdb", "-D", data, "-U", "staccato", "-A", "scram-sha-256"]
+        initdb += ["--pwfile", password, "--no-sync"]
+        subprocess.run([*as_user, *initdb], check=True, stdout=subprocess.DEVNULL)
+        options: list[str | Path] = ["-D", data, "-h", "127.0.0.1", "-k", folder, "-F"]
+        with subprocess.Popen(network.command(*as_user, found / "postgres", *options)) as server:
+            environment = os.environ | {"PGPASSWORD": Path(password).read_text().strip()}
+            create = network.command(found / "createdb", "-h", "127.0.0.1", "-U", "staccato", "staccato")
+            until(lambda: subprocess.run(create, env=environment, capture_output=True).returncode == 0)
+            try:
+                yield
+            finally:
+                server.send_signal(signal.SIGINT)  # ends connections too
 
 
 @contextlib.contextmanager
@@ -200,13 +194,15 @@ def bus(network: Network, secrets: Path, folder: Path) -> Iterator[None]:
     places = {"/run/secrets/nats_cert": "nats.crt", "/run/secrets/nats_key": "nats.key"}
     for inside, file in places.items():
         text = text.replace(inside, str(secrets / "nats" / file))
-    text = text.replace('"/data"', f'"{folder / "nats"}"').replace("users.conf", str(secrets / "nats/users.conf"))
-    (folder / "nats.conf").write_text(text)
+    (folder / "nats.conf").write_text(text.replace('"/data"', f'"{folder / "nats"}"'))
+    shutil.copy(secrets / "nats/users.conf", folder)
     binary = nats_binary()
     assert binary is not None
     with subprocess.Popen(network.command(binary, "--config", folder / "nats.conf")) as server:
-        yield
-        server.terminate()
+        try:
+            yield
+        finally:
+            server.terminate()
 
 
 def until(true: Callable[[], bool]) -> None:
