@@ -107,7 +107,7 @@ def serve(network: Network, admin: str) -> None:
 
 
 class Started:
-    """Services of the compose file, from the images in `storage`."""
+    """Started services of the compose file. Each service is a container of an image in `storage`."""
 
     def __init__(self, storage: Storage, network: Network, secrets: Path, folder: Path) -> None:
         self.compose = yaml.safe_load(FILE.read_text())
@@ -169,7 +169,8 @@ def database(network: Network, secrets: Path) -> Iterator[None]:
     if found is None:
         pytest.skip("no PostgreSQL: install Debian's `postgresql`")
     as_user: list[str | Path] = ["setpriv", "--reuid", "postgres", "--regid", "postgres", "--clear-groups"]
-    with tempfile.TemporaryDirectory(prefix="staccato-pg-") as folder:  # its user may not enter the test's folder
+    # PostgreSQL's user can't enter the test's folder.
+    with tempfile.TemporaryDirectory(prefix="staccato-pg-") as folder:
         data, password = Path(folder) / "data", shutil.copy(secrets / "platform/postgres_password", folder)
         for path in (folder, password):
             shutil.chown(path, "postgres", "postgres")
@@ -184,7 +185,7 @@ def database(network: Network, secrets: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                server.send_signal(signal.SIGINT)  # ends connections too
+                server.send_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager
