@@ -172,7 +172,7 @@ def _measured(ask: BodyExtent, limits: ExtentLimits, repeats: bool) -> Iterator[
         if size := _dense_bytes(getattr(ask, field)):
             yield Excess(field, size, getattr(limits, setting), "bytes of text", setting)
     for field in ("messages", "input", "tools"):
-        values, allowed = _dense_values(getattr(ask, field)), VALUES_EACH * limits.messages_max
+        values, allowed = _dense_values(getattr(ask, field)), max(DENSE, VALUES_EACH * limits.messages_max)
         yield Excess(field, values, allowed, f"values ({VALUES_EACH} for each message)", "messages_max")
     answers = max(_number(ask.n), _number(ask.best_of), 1) * _prompts(ask.prompt)
     yield Excess("n", answers, limits.answers_max, "answers (n times prompts)", "answers_max")

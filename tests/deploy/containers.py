@@ -36,13 +36,6 @@ def needed() -> None:
         pytest.skip(f"images are built by root with {', '.join(missing or TOOLS)}")
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A layer of an image, from the base upwards."""
-
-    bytes: int
-
-
 @dataclass
 class Storage:
     """Images of buildah."""
@@ -88,15 +81,16 @@ class Storage:
         found: dict[str, Any] = json.loads(self.buildah("inspect", "--type", "image", image))["Docker"]["config"]
         return found
 
-    def layers(self, image: str) -> list[Layer]:
+    def layers(self, image: str) -> list[int]:
+        """Bytes of each layer of an image, from the base upwards."""
         known = {
             each["id"]: each for each in json.loads(next(self.folder.glob("store/*-layers/layers.json")).read_text())
         }
         (images,) = self.folder.glob("store/*-images/images.json")
         (at,) = (each["layer"] for each in json.loads(images.read_text()) if f"{image}:latest" in each.get("names", ()))
-        found: list[Layer] = []
+        found: list[int] = []
         while at:
-            found.append(Layer(known[at].get("diff-size", 0)))
+            found.append(known[at].get("diff-size", 0))
             at = known[at].get("parent")
         return found[::-1]
 

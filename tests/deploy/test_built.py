@@ -51,7 +51,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Storage]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_image_is_of_known_size_and_has_nothing_that_built_it(storage: Storage, target: str) -> None:
     image = f"localhost/staccato-{target}"
-    sizes = [layer.bytes for layer in storage.layers(image)]
+    sizes = storage.layers(image)
     print(image, [round(size / 1e6, 1) for size in sizes], "MB")
     assert sum(sizes) <= MOST_BYTES
     with storage.mounted(image, []) as root:

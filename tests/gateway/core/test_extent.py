@@ -143,6 +143,11 @@ def test_values_are_counted_by_the_commas_outside_strings(value: object) -> None
     assert excess is not None and excess.asked == DENSE + commas([value, "", ""]) + 1
 
 
+def test_a_tool_with_a_long_description_has_few_values_whatever_the_bound_of_messages() -> None:
+    body = ask({"tools": [{"description": "," * DENSE, "parameters": dict.fromkeys("abcdefghijklmnopqrstuvwxyz")}]})
+    assert first_excess(body, ExtentLimits(messages_max=1)) is None
+
+
 @pytest.mark.parametrize("item", ["0", '""', "{}", "[]", "[0]", '{"content":[]}'])
 @pytest.mark.parametrize("field", ["messages", "input", "tools", "prompt"])
 def test_a_field_of_very_many_values_is_refused_without_being_taken_apart(field: str, item: str) -> None:
