@@ -18,6 +18,7 @@ from store.contract.elapsed import Elapsed
 from store.contract.elapsed import Spent as Spent
 from store.contract.kv_curve import KeptLayers, KvCurve, curve_of
 from store.contract.priorities import Priority
+from store.contract.tasks import Task
 
 VERSION = 1
 
@@ -136,6 +137,14 @@ class EngineSpec(Message, frozen=True, kw_only=True, tag="EngineSpec"):
     kv_layers: tuple[KeptLayers, ...] | msgspec.UnsetType = msgspec.UNSET
     # Windows of the week in which the image stays in the host cache (store/contract/warm). Unset: there are none.
     warm: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    # What the model makes. Unset: text, and the message is as before there was the field.
+    task: Task | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def pools(self) -> bool:
+        """Whether the model answers with vectors. Such a request makes no tokens: `Run.max_tokens` is 0, and the only
+        delta has `finish` STOP, no tokens, and the vector in `logprobs`."""
+        return bool(self.task) and Task(self.task).pools
 
     @property
     def kv(self) -> KvCurve[int]:
@@ -244,7 +253,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     at: int  # index of tokens[0] in the stream's output: deltas of a stream join without gap or repeat
     finish: Finish | None = None
     stop_reason: int | str | None = None
-    logprobs: bytes | None = None  # the engine's own encoding
+    logprobs: bytes | None = None  # the engine's own encoding of log probabilities, or of a model's vector
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; set on the first delta
     error: str = ""  # with finish == ERROR or LOST: a sentence for the client
     suspect: bool = False  # with finish == LOST: the stream was in the step in which the engine failed
