@@ -44,6 +44,13 @@ def check_version() -> str:
     return f"vllm-{vllm.__version__.split('+')[0]}"
 
 
+def _complete(config: Any) -> Any:
+    """Add to a model's config what vLLM asks for and this version of transformers no longer writes."""
+    if config.model_type == "xlm-roberta" and not hasattr(config, "position_embedding_type"):
+        config.position_embedding_type = "absolute"
+    return config
+
+
 def engine_args(spec: EngineSpec, load_format: str = "safetensors", **more: Any) -> EngineArgs:
     settings: dict[str, Any] = {"enforce_eager": True, "enable_prefix_caching": not spec.pools}
     if spec.pools:
@@ -64,5 +71,6 @@ def engine_args(spec: EngineSpec, load_format: str = "safetensors", **more: Any)
         language_model_only=bool(spec.language_model_only),
         # vLLM's front half would leave out pictures that its engine has seen: here a request may go to any runtime.
         mm_processor_cache_gb=0,
+        hf_overrides=_complete,
         **(settings | more),
     )

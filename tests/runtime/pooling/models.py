@@ -11,6 +11,7 @@ import transformers
 
 from deploy.demo.random_weights import _tokenizer
 from store.contract.tasks import Task
+from store.files.architectures import ENCODERS
 
 VOCABULARY, CONTEXT, WIDTH = 512, 256, 128
 SPREAD = 0.2  # of random weights: a smaller spread makes vectors of all texts alike
@@ -57,8 +58,10 @@ def write_vector_model(folder: Path, name: str, seed: int = 5, labels: int = LAB
     room = 2 if "Roberta" in kind.config else 0  # positions before the first token's
     shape = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT + room, "initializer_range": SPREAD}
     more: dict[str, object] = {"pad_token_id": 1} if room else {"pad_token_id": 0}
+    more |= {"position_embedding_type": "absolute"} if kind.config == "XLMRoberta" else {}  # as published
     more |= {"num_labels": labels} if kind.task is Task.CLASSIFY else {}
-    more |= {"num_key_value_heads": 2, "head_dim": WIDTH // 4} if kind.config in ("Llama", "Mistral", "Qwen3") else {}
+    if name.split()[0] not in ENCODERS:
+        more |= {"num_key_value_heads": 2} | ({} if kind.config == "Qwen2" else {"head_dim": WIDTH // 4})
     if kind.config == "ModernBert":
         marks = {f"{mark}_token_id": 1 for mark in ("bos", "eos", "cls", "sep")}
         more |= {"global_attn_every_n_layers": 2, "local_attention": 32} | marks
