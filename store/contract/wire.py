@@ -144,7 +144,7 @@ class EngineSpec(Message, frozen=True, kw_only=True, tag="EngineSpec"):
     def pools(self) -> bool:
         """Whether the model answers with vectors. Such a request makes no tokens: `Run.max_tokens` is 0, and the only
         delta has `finish` STOP, no tokens, and the vector in `logprobs`."""
-        return bool(self.task) and Task(self.task).pools
+        return self.task is not msgspec.UNSET and self.task.pools
 
     @property
     def kv(self) -> KvCurve[int]:
