@@ -209,7 +209,8 @@ class Quotas:
         wait_s = max(1, math.ceil(rates[lacking].wait_us(count) / 1e6))
         said = f"this tenant may use {rates[lacking].limit} {lacking} a minute"
         if lacking is Kind.TOKENS:
-            said += f", {rates[lacking].remaining} are left and this request may take {count} (send less, or lower max_tokens)"
+            left = rates[lacking].remaining
+            said += f", {left} are left and this request may take {count} (send less, or lower max_tokens)"
         return rate_limited(lacking, said, wait_s)
 
     def _no_money(self, lease: TenantAllowance, need: Need) -> Problem:

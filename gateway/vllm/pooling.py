@@ -85,8 +85,8 @@ async def _prepare(
     async with asyncio.timeout(RENDER_WAIT_S):
         loop = asyncio.get_running_loop()
         texts = await loop.run_in_executor(llm.renderer._executor, _texts, io_processor, context)
-    tokens = sum(len(text["prompts"].get("prompt_token_ids") or ()) for text in texts)
-    await llm.engine_core.reserve(CONTEXT.get(), tokens)
+    prompts: list[Any] = [text["prompts"] for text in texts]
+    await llm.engine_core.reserve(CONTEXT.get(), sum(len(prompt["prompt_token_ids"]) for prompt in prompts))
     await original(PreparedTexts(texts), context)
 
 
