@@ -22,8 +22,8 @@ SOON_S = 120
 
 
 class DeviceProcess:
-    """A device process. `state`: the last state told; by stream, `said`, `cached` and `beside` are tokens, cached tokens
-    and what the last delta has beside tokens."""
+    """A device process. `state` is the last state told. By stream, `said`, `cached` and `beside` are tokens, cached
+    tokens, and what the last delta has beside tokens."""
 
     end: ipc.NodeEnd
     state: ipc.State
