@@ -47,7 +47,7 @@ class PlannedRuntime(Shown, frozen=True, kw_only=True):
     memory_bytes: int
     weights_bytes: int  # in whole pages
     longest_request_bytes: int  # KV cache that a request of max_model_len tokens holds at its end
-    # In requests of max_model_len tokens beside the weights, with the whole device for the model. None, also in the next
+    # In requests of max_model_len tokens beside the weights, with the whole device for the model. None, as in the next
     # two fields: the model is an encoder, whose requests keep nothing on the device.
     kv_tokens: int | None
     longest_requests: int | None  # requests of max_model_len tokens that kv_tokens hold at once
