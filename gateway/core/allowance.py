@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
 
-from store.contract.limits import Limits
-from store.contract.quotas import Account, Level, Slice
+from store.contract.limits import Account, Level, Limits, Slice
 
 UNIT = 60_000_000  # units of a Level per request or token: a limit of N a minute gains N units a microsecond
 TTL_US = 15_000_000

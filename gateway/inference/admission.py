@@ -23,8 +23,7 @@ from gateway.http.errors import Problem, budget_exhausted, rate_limited
 from gateway.inference.meter import MeteredCall
 from store.bus import Bus, BusError
 from store.contract import wire
-from store.contract.limits import NO_LIMITS, Limits
-from store.contract.quotas import Account
+from store.contract.limits import NO_LIMITS, Account, Limits
 from store.db import budget
 from store.db.billing import Price, cost_pico
 from store.db.database import Database, DatabaseError, now_us

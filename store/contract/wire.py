@@ -17,6 +17,7 @@ from store.contract.elapsed import Course as Course
 from store.contract.elapsed import Elapsed
 from store.contract.elapsed import Spent as Spent
 from store.contract.kv_curve import KeptLayers, KvCurve, curve_of
+from store.contract.kv_curve import KvForm as KvForm
 from store.contract.priorities import Priority
 from store.contract.tasks import Task
 
@@ -142,8 +143,7 @@ class EngineSpec(Message, frozen=True, kw_only=True, tag="EngineSpec"):
 
     @property
     def pools(self) -> bool:
-        """Whether the model answers with vectors. Such a request makes no tokens: `Run.max_tokens` is 0, and the only
-        delta has `finish` STOP, no tokens, and the vector in `logprobs`."""
+        """Whether the model answers with vectors. A vector comes in `logprobs` of a delta without tokens."""
         return self.task is not msgspec.UNSET and self.task.pools
 
     @property
@@ -320,18 +320,6 @@ class Control(Message, frozen=True, kw_only=True, tag="Control"):
     model: str  # empty: every model
     op: str  # sleep | wake | forget
     salt: str | msgspec.UnsetType = msgspec.UNSET  # for `forget`: cache salt of the tenant whose prefixes go
-
-
-class KvForm(msgspec.Struct, frozen=True):
-    """Form of the blocks of a model's KV cache. Two engines can read each other's blocks only if forms are equal."""
-
-    tokens: int  # of a block; the fewest if groups of layers have blocks of several lengths
-    bytes: int  # size of a block over the layers of a group
-    layout: str  # groups, types, order and attention kernels, in the engine's words
-    groups: int = 1  # groups of layers, each with blocks of its own
-
-    def __str__(self) -> str:
-        return f"{self.tokens} tokens in {self.bytes} bytes, {self.layout}"
 
 
 class Prepare(Message, frozen=True, kw_only=True, tag="Offer"):

@@ -460,7 +460,7 @@ class Instance:
         return StageImage(model.spec, model.staging.later) if model.stages else Build(model.spec)
 
     def _tidy(self, now: float) -> list[Effect]:
-        """Retry failed models, park models idle for too long, evict models sent to sleep; set the next tick."""
+        """Retry failed models, park idle models, evict sleeping models, fail impossible builds; set the next tick."""
         effects: list[Effect] = []
         self._tick_at = _NEVER
         for model in list(self._rooms.resting.values()):
@@ -473,6 +473,8 @@ class Instance:
                 effects += self._move([Park(model.key)], now)
             elif model.phase is Phase.STAGED and model.wish is Wish.ASLEEP and self.pages.of(model.key).weights:
                 effects += self._move([Evict(model.key, self.pages.of(model.key).weights)], now)
+        for model in [one for one in self._rooms.unbuilt.values() if one.demand.build_pages > self.pages.total]:
+            effects += self._fail(model, self.pages.too_few_to_build(model.demand.build_pages), now, mends=False)
         return effects + self._make_host_room(now)
 
     def _make_host_room(self, now: float) -> list[Effect]:
@@ -558,8 +560,6 @@ class Instance:
     ) -> list[Effect]:
         """Make room in the pool for a build that takes pages. Once there is room, the build begins, with the pages."""
         wanted = model.demand.build_pages
-        if wanted > self.pages.total:
-            return self._fail(model, self.pages.too_few_to_build(wanted), now, mends=False)
         made = room_to_build(model, wanted, self._pool(order, chosen, now))
         effects: list[Effect] = [*self._move([*made], now)]
         if wanted <= self.pages.free:

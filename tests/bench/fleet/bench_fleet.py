@@ -17,6 +17,10 @@ three seeds, and the model on devices like an H100.
 turns, and moving between half as many devices.
 `decisions`: the price of a decision with 256 devices, in a core's time.
 
+Requests go where the variant says. `in turns`: to devices in turns. `freest` and `moving`: to the freest device, known
+exactly, as in the Llumnix paper. `gateways, moving`: by production's rule, at four gateways with reports of 0.25 s; so
+do all variants of `fleet` but `in turns`.
+
 Ratios compare runs of equal seeds, in the median [least, most]. Every simulation is kept in build/ for as long as the
 simulated code stays unchanged: an interrupted bench goes on where the bench ended.
 
@@ -33,6 +37,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from itertools import product
 from math import log
 from pathlib import Path
 from statistics import median
@@ -52,6 +57,7 @@ from runtime.core.turns.fixed import Resident  # noqa: E402
 from runtime.sim.capacity import processes  # noqa: E402
 from runtime.sim.dispatch.base import Dispatch  # noqa: E402
 from runtime.sim.dispatch.baselines import Freest, InTurns  # noqa: E402
+from runtime.sim.dispatch.gateways import GatewayDispatch  # noqa: E402
 from runtime.sim.fleet import Changes, simulate  # noqa: E402
 from runtime.sim.trace import Floats, read_lengths, read_trace, read_windows  # noqa: E402
 from runtime.sim.workload import Distribution, Workload, log_quantiles, quantiles, servegen  # noqa: E402
@@ -174,9 +180,14 @@ def _asked(at_s: Floats, prompts: Floats, outputs: Floats) -> Workload:
 def _moves(run: Run) -> SimulationResult:
     rng = np.random.default_rng(run.seed)
     workload = _one_model(np.cumsum(rng.exponential(1 / run.point, REQUESTS)), rng, quantiles(SHARES, MEDIUM))
-    dispatch: Dispatch = InTurns() if run.variant == "in turns" else Freest()
-    rules = {"in turns": None, "freest": ONE_BY_ONE, "moving": MOVING}[run.variant]
-    return _ended(World(workload, A10, Resident, dispatch, DEVICES, OBJECTIVE, rules=rules))
+    rules = {"in turns": None, "freest": ONE_BY_ONE, "moving": MOVING, "gateways, moving": MOVING}[run.variant]
+    return _ended(World(workload, A10, Resident, _dispatch(run.variant), DEVICES, OBJECTIVE, rules=rules))
+
+
+def _dispatch(variant: str) -> Dispatch:
+    if variant.startswith("gateways"):
+        return GatewayDispatch()
+    return InTurns() if variant == "in turns" else Freest()
 
 
 def _ended(world: World, warm_s: float = 60.0) -> SimulationResult:
@@ -195,6 +206,7 @@ SCALES: dict[str, tuple[Rules, float, int | None]] = {
     "freest, one leaves": (ONE_BY_ONE, JOIN_S, 1),
     "moving, one leaves": (MOVING, JOIN_S, 1),
     "in turns": (ONE_BY_ONE, JOIN_S, None),
+    "gateways, moving": (MOVING, JOIN_S, None),
 }
 COMPARED = (
     ("moving", "freest"),
@@ -202,6 +214,8 @@ COMPARED = (
     ("moving, one leaves", "freest, one leaves"),
     ("moving", "freest, one leaves"),
     ("moving", "in turns"),
+    ("gateways, moving", "freest"),
+    ("gateways, moving", "in turns"),
 )
 LONG = np.array((8.0, 55, 582, 3113, 5166, 6144))  # tokens
 BURSTS, BURST_RATE, BURST_CV = 5000, 2.0, 2.0
@@ -258,8 +272,7 @@ def _conversation(run: Run) -> SimulationResult:
 def _scaled(run: Run, workload: Workload, band: Band, devices: int, profile: Profile = A10) -> World:
     rules, join_s, leaving_most = SCALES[run.variant]
     rules = msgspec.structs.replace(rules, band=msgspec.structs.replace(band, leaving_most=leaving_most))
-    dispatch: Dispatch = InTurns() if run.variant == "in turns" else Freest()
-    return World(workload, profile, Resident, dispatch, devices, OBJECTIVE, rules=rules, join_s=join_s)
+    return World(workload, profile, Resident, _dispatch(run.variant), devices, OBJECTIVE, rules=rules, join_s=join_s)
 
 
 # ── many models ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -296,11 +309,11 @@ def _fleet(run: Run) -> SimulationResult:
 
 
 VARIANTS: dict[str, Sequence[str]] = {
-    "moves": ("in turns", "freest", "moving"),
+    "moves": ("in turns", "freest", "moving", "gateways, moving"),
     "bursts": tuple(SCALES),
     "scale": tuple(SCALES),
-    "documents": ("freest", "moving", "in turns"),
-    "conversation": ("freest", "moving", "in turns"),
+    "documents": ("freest", "moving", "in turns", "gateways, moving"),
+    "conversation": ("freest", "moving", "in turns", "gateways, moving"),
     "fleet": tuple(FLEETS),
 }
 SIMULATED: dict[str, Callable[[Run], SimulationResult]] = {
@@ -319,13 +332,13 @@ def show_moves(results: Mapping[Run, SimulationResult], points: Sequence[float],
     for rate in points:
         for variant in VARIANTS["moves"]:
             _line(f"moves, {rate:g}/s", variant, [results[Run("moves", variant, rate, seed)] for seed in seeds])
-        for other in ("freest", "in turns"):
+        for other, variant in product(("freest", "in turns"), ("moving", "gateways, moving")):
             ratios = [
                 results[Run("moves", other, rate, seed)].ttft_p99_s
-                / results[Run("moves", "moving", rate, seed)].ttft_p99_s
+                / results[Run("moves", variant, rate, seed)].ttft_p99_s
                 for seed in seeds
             ]
-            print(f"  P99 of the first token, {other} over moving: {_range(ratios)}")
+            print(f"  P99 of the first token, {other} over {variant}: {_range(ratios)}")
 
 
 def show_scale(

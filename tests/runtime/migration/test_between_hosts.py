@@ -87,7 +87,7 @@ def _run(device: Device) -> None:
 
 class Hosts:
     """The engine of a model on each of two hosts, the answers without moves, and the number of tokens computed for each
-    request."""
+    request. `pause_s`: seconds by which each step takes longer, so that a request does not end before its move."""
 
     def __init__(self, folder: Path) -> None:
         from runtime.engine.builder import Builder
@@ -103,6 +103,7 @@ class Hosts:
         self.undisturbed = self._undisturbed(self.engines[0])
         asleep(self.engines[0])
         self.computed: Counter[RequestId] = Counter()
+        self.pause_s = 0.0
         for engine in self.engines:
             self._watch(engine)
 
@@ -118,6 +119,7 @@ class Hosts:
 
         def watched(*args: Any) -> Any:
             scheduled = schedule(*args)
+            time.sleep(self.pause_s)
             self.computed.update({RequestId(id): count for id, count in scheduled.num_scheduled_tokens.items()})
             return scheduled
 
@@ -285,6 +287,7 @@ async def test_requests_that_run_move_between_hosts_and_back_and_nothing_is_comp
     tmp_path: Path,
 ) -> None:
     hosts.computed.clear()
+    hosts.pause_s = 0.0
     tls = certificates_of(tmp_path) if secured else {}
     carried: Counter[str] = Counter()
     path = {"tcp": transport.Tcp, "nixl": transport.Nixl}[by]
@@ -312,7 +315,10 @@ async def test_requests_that_run_move_between_hosts_and_back_and_nothing_is_comp
         more = [await gateway.ask("r1", asked) for asked in ASKED]
         await gateway.until(lambda: all(len(gateway.said[stream]) > 5 for stream in more))
         assert not gateway.ended.keys() & set(more)
+        hosts.pause_s = 0.05
         stops[0].set()  # r1 drains to the second host
+        await gateway.until(lambda: all(gateway.at[stream] == "r2" for stream in more) or ended(gateway))
+        hosts.pause_s = 0.0
         await gateway.until(lambda: len(gateway.ended) == len(streams + more))
         for stream, answer in zip(more, hosts.undisturbed, strict=True):
             assert gateway.at[stream] == "r2" and gateway.answer(stream) == answer

@@ -18,14 +18,14 @@ Vectors = dict[str, list[list[float]]]
 def vectors_of_bare_vllm(
     folders: Mapping[str, Path], tasks: Mapping[str, Task], prompts: Sequence[Sequence[int]]
 ) -> Vectors:
-    """Ask vLLM's own `LLM` for the vector of each prompt alone, in float32.
+    """Ask vLLM's own `LLM` for vectors in float32, one prompt after another.
 
     Args:
         folders: model folders by name.
-        tasks: what each model makes, by name.
+        tasks: tasks of the models by name.
         prompts: token ids.
 
-    Returns: a vector for each prompt, by the name of the model.
+    Returns: vectors of the prompts, in order, by the name of the model.
     """
     models = {name: [str(path), tasks[name]] for name, path in folders.items()}
     job = json.dumps({"models": models, "prompts": [list(prompt) for prompt in prompts]})
@@ -35,7 +35,7 @@ def vectors_of_bare_vllm(
 
 
 def main() -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else a child of vLLM outlives this process and holds its pipes
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else a child of vLLM outlives this process
     from vllm import LLM
     from vllm.model_executor.models import registry
 

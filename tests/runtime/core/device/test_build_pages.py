@@ -65,6 +65,20 @@ def test_a_build_comes_in_the_end_although_all_models_have_requests(turns: Turns
 
 
 @TURNS
+def test_a_build_larger_than_the_device_keeps_no_other_build_waiting(turns: Turns) -> None:
+    world = World(12, SIZES, tokens_most=6, turns=turns)
+    world.hear(Placed(spec("a")))
+    assert isinstance(world.out, Build), "the device is busy while the others come"
+    world.hear(Placed(spec("c"), build_pages=13))
+    world.hear(Placed(spec("b"), build_pages=2))
+    arrive(world, 1, B)
+    world.answer(fails=True)  # nothing else is under way: the next event would come from outside
+    world.settle()
+    assert "b" in builds(world) and not world.open
+    assert world.instance.models[C].phase is Phase.FAILED
+
+
+@TURNS
 def test_pages_of_a_build_come_back_when_the_build_fails(turns: Turns) -> None:
     world = full(turns)
     world.hear(Placed(spec("c"), build_pages=2))
