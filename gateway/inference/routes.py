@@ -27,12 +27,12 @@ GENERATING = {
 }
 COUNT_TOKENS = "/v1/messages/count_tokens"
 REPEATING = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize", COUNT_TOKENS: COUNT_TOKENS}
-# Answered with vectors and scores: such calls count as work, and make no tokens.
+# Paths for vectors and scores. Devices work for such a call, and make no tokens.
 EMBEDDINGS, CLASSIFY = "/v1/embeddings", "/v1/classify"
 SCORING = {"/v1/rerank": "/rerank", "/v1/score": "/score"}
 POOLING = {EMBEDDINGS: EMBEDDINGS, **SCORING, CLASSIFY: "/classify"}
 ROUTES = GENERATING | REPEATING | POOLING
-# Paths that a deployment of a task answers, besides the paths that every deployment answers.
+# By task: the paths that a deployment answers, besides the paths that every deployment answers.
 OF_TASK: dict[Task, tuple[str, ...]] = {
     Task.GENERATE: (*GENERATING, COUNT_TOKENS),
     Task.EMBED: (EMBEDDINGS, *SCORING),

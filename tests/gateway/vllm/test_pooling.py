@@ -195,19 +195,19 @@ async def test_a_bulk_call_has_few_texts_with_runtimes_at_a_time(embedder: Vecto
     embedder.runtime.answers = False
     count = ExtentLimits.inputs_max
     assert count >= WAITING_MOST
-    asking = asyncio.create_task(
-        embedder.post("/v1/embeddings", "embedder", input=["a" * (1 + n % 9) for n in range(count)])
-    )
+    lengths = [1 + number % 9 for number in range(count)]
+    texts = ["a" * length for length in lengths]
+    asking = asyncio.create_task(embedder.post("/v1/embeddings", "embedder", input=texts))
     await soon(lambda: len(embedder.runtime.runs) == TEXTS_AT_ONCE)
     await asyncio.sleep(0.2)
     assert len(embedder.runtime.runs) == TEXTS_AT_ONCE
     embedder.runtime.answers = True
     embedder.runtime._go_on.set()
     answer = await asking
-    assert [round(item["embedding"][0] * 100) for item in answer["data"]] == [1 + n % 9 for n in range(count)]
+    assert [round(item["embedding"][0] * 100) for item in answer["data"]] == lengths
     assert embedder.runtime.most == TEXTS_AT_ONCE and len(embedder.runtime.runs) == count
     row = await embedder.row()
-    assert (row.prompt_tokens, row.gpu_us) == (sum(1 + n % 9 for n in range(count)), US * count)
+    assert (row.prompt_tokens, row.gpu_us) == (sum(lengths), US * count)
 
 
 async def test_more_inputs_than_the_bound_are_refused_with_the_number(embedder: VectorStage) -> None:
