@@ -118,6 +118,7 @@ class Settings(BaseSettings):
     answers_max: int = Field(ExtentLimits.answers_max, ge=1)  # sequences: `n` times prompts
     messages_max: int = Field(ExtentLimits.messages_max, ge=1)
     entries_max: int = Field(ExtentLimits.entries_max, ge=1)  # of logit_bias, metadata or vllm_xargs
+    inputs_max: int = Field(ExtentLimits.inputs_max, ge=1)  # texts of a call for vectors or scores
     pictures_max: int = Field(ExtentLimits.pictures_max, ge=0, le=64)  # the runtime takes no more than 64
     logprobs_max: int = Field(ExtentLimits.logprobs_max, ge=0)  # per generated token
     prompt_logprobs_max: int = Field(ExtentLimits.prompt_logprobs_max, ge=0)  # per token of the prompt

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gateway.cli.api import RETRYABLE, CliError, Row
-from gateway.cli.deployments import Name, find
+from gateway.cli.api import RETRYABLE, USAGE, CliError, Row
+from gateway.cli.deployments import EXAMPLES, Name, find
 from gateway.cli.terminal.options import Json, Key, Tenant, Url, connect
-from gateway.cli.terminal.output import at, note, print_json
+from gateway.cli.terminal.output import at, note, print_json, text
 from store.contract.series import PARTS
+from store.contract.tasks import Task
 
 if TYPE_CHECKING:
     import httpx
@@ -81,18 +82,21 @@ def chat(
 
 
 def endpoint(gateway: GatewayClient, name: str, tenant: str | None) -> str:
-    """Return the path of the tenant's endpoint. Without `tenant`, the deployment's tenant is looked up.
+    """Return the path of the endpoint of the deployment's tenant; /v1 with a key that may not look up deployments.
 
-    If the key lacks the scope for the look-up, return /v1.
+    Raises CliError for a deployment that makes no text.
     """
-    if tenant is None:
-        try:
-            tenant = str(find(gateway, name, None)["tenant"])
-        except CliError as error:
-            if error.status != 403:
-                raise
-            return "/v1"
-    return f"/t/{tenant}/v1"
+    try:
+        row = find(gateway, name.partition("@")[0], tenant)
+    except CliError as error:
+        if error.status != 403:
+            raise
+        return f"/t/{tenant}/v1" if tenant else "/v1"
+    path, task = f"/t/{row['tenant']}/v1", Task(text(row["task"]))
+    if task.pools:
+        remedy = f"send texts to {gateway.url}{path}/{EXAMPLES[task][0]}"
+        raise CliError(f"{name} makes vectors or scores, and no text to chat with: {remedy}", USAGE)
+    return path
 
 
 def lines() -> Iterator[str]:

@@ -18,6 +18,7 @@ from gateway.cli.terminal.options import Duration, Json, Key, Tenant, Url, conne
 from gateway.cli.terminal.output import at, note, print_json, print_row, print_rows, text
 from gateway.cli.terminal.progress import expected
 from store.contract.series import PARTS
+from store.contract.tasks import Task
 
 if TYPE_CHECKING:
     from gateway.cli.terminal.client import GatewayClient
@@ -50,6 +51,7 @@ DETAILS = DEPLOYMENT | {
     "CANARY": "canary",
     "CONDITIONS": "status.conditions",
     "ATTAINMENT": "status.attainment",
+    "TASK": "task",
     "DTYPE": "dtype",
     "MAX LEN": "max_model_len",
     "OBJECTIVE": "slo",
@@ -103,6 +105,12 @@ PLANNED = {
 }
 SLOWED = {"SLOWS": "deployment", "TENANT": "tenant", "DEVICE": "runtime", "BUSY": "busy"}
 
+# By the deployment's task: a path below the endpoint, and what a request there says besides the model.
+EXAMPLES = {
+    Task.GENERATE: ("chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'),
+    Task.EMBED: ("embeddings", '"input": ["Hello"]'),
+    Task.CLASSIFY: ("classify", '"input": ["Hello"]'),
+}
 SERVING = ("asleep", "awake")  # asleep is healthy: the first request wakes the deployment
 POLL_S = 0.2
 LACKS_S = 2.0  # then the command asks whether any runtime is up
@@ -352,12 +360,13 @@ def messages(row: Row, kind: str) -> list[str]:
 
 def _print_endpoint(url: str, row: Row) -> None:
     base = f"{url}/t/{row['tenant']}/v1"
+    path, said = EXAMPLES[Task(text(row["task"]))]
     typer.echo(base)
     note(f"""
 {row["name"]} is {text(at(row, "status.phase"))}. With a key of the tenant (`staccato key create {row["tenant"]}`):
 
-  curl {base}/chat/completions -H "Authorization: Bearer $KEY" -H "Content-Type: application/json" \\
-    -d '{{"model": "{row["name"]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+  curl {base}/{path} -H "Authorization: Bearer $KEY" -H "Content-Type: application/json" \\
+    -d '{{"model": "{row["name"]}", {said}}}'
 
   openai.OpenAI(base_url="{base}", api_key=KEY)""")
 

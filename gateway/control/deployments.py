@@ -35,6 +35,7 @@ from gateway.streams.runtimes import RuntimesView
 from store.contract import wire
 from store.contract.deployments import Deployment, Share, Spec
 from store.contract.priorities import Priority, priority
+from store.contract.tasks import Task
 from store.contract.warm.schedule import schedule
 from store.db import deployments, models, tenants
 from store.db.database import now_us
@@ -87,6 +88,7 @@ class ShownDeployment(Spec, frozen=True, kw_only=True):
     tenant: str
     digest: str
     engine: str
+    task: Task  # what the model makes, by the model's files: decides which paths answer
     target: ShownTarget | None  # None: there is no newer revision than the active one
     # The target's share; None: no target, or the target takes over as soon as a runtime has loaded it.
     canary: Share | None
@@ -440,6 +442,7 @@ def show(deployment: Deployment, fleet: RuntimesView) -> ShownDeployment:
         tenant=deployment.tenant,
         digest=deployment.active.engine.digest,
         engine=deployment.active.engine.key,
+        task=Task(deployment.active.engine.task or Task.GENERATE),
         target=_target(deployment),
         canary=deployment.canary.share if deployment.canary else None,
         status=status(deployment, active, target, fleet.attained(label(deployment.tenant_id, deployment.id))),

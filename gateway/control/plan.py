@@ -47,9 +47,11 @@ class PlannedRuntime(Shown, frozen=True, kw_only=True):
     memory_bytes: int
     weights_bytes: int  # in whole pages
     longest_request_bytes: int  # KV cache that a request of max_model_len tokens holds at its end
-    kv_tokens: int  # in requests of max_model_len tokens beside the weights, with the whole device for the model
-    longest_requests: int  # requests of max_model_len tokens that kv_tokens hold at once
-    kv_tokens_now: int  # without taking a page from a present model
+    # In requests of max_model_len tokens beside the weights, with the whole device for the model. None, as in the next
+    # two fields: the model is an encoder, whose requests keep nothing on the device.
+    kv_tokens: int | None
+    longest_requests: int | None  # requests of max_model_len tokens that kv_tokens hold at once
+    kv_tokens_now: int | None  # without taking a page from a present model
     cold_start: ColdStart
     step: Estimate  # one step of one request alone
     longest_prompt: Estimate
@@ -125,7 +127,9 @@ def on(lease: Lease, engine: EngineSpec) -> PlannedRuntime:
     costs, by = _costs(lease, engine)
     state = lease.models.get(engine.key) or ModelState(residency=Residency.COLD)
 
-    def tokens(pages: int) -> int:
+    def tokens(pages: int) -> int | None:
+        if engine.pools and not longest.held_bytes:
+            return None
         room = max(0, pages * lease.page_bytes - longest.idle_bytes)
         return room * engine.max_model_len // max(1, longest.held_bytes)
 
@@ -138,7 +142,7 @@ def on(lease: Lease, engine: EngineSpec) -> PlannedRuntime:
         weights_bytes=weights * lease.page_bytes,
         longest_request_bytes=longest.held_bytes,
         kv_tokens=room,
-        longest_requests=room // engine.max_model_len,
+        longest_requests=None if room is None else room // engine.max_model_len,
         kv_tokens_now=tokens(lease.pages_total - lease.pages_used - weights),
         cold_start=ColdStart(
             files=_from_files(lease),

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
 
-from store.contract.limits import Limits
-from store.contract.quotas import Account, Level, Slice
+from store.contract.limits import Account, Level, Limits, Slice
 
 UNIT = 60_000_000  # units of a Level per request or token: a limit of N a minute gains N units a microsecond
 TTL_US = 15_000_000
@@ -394,11 +393,10 @@ class Ticket:
         """Return the need of a prompt of `prompt_tokens` with at most `max_tokens` to answer.
 
         The need has all tokens that the request could use, and money for the prompt and the first output token.
+        With a `max_tokens` of 0 the answer is a vector, and has no output token.
         """
-        return Need(
-            tokens=prompt_tokens + max_tokens,
-            money=prompt_tokens * self.prompt_pico + self.output_pico,
-        )
+        first_pico = self.output_pico if max_tokens else 0
+        return Need(tokens=prompt_tokens + max_tokens, money=prompt_tokens * self.prompt_pico + first_pico)
 
     def begin(self, need: Need) -> None:
         """Reserve a need covered by the holding. A closed ticket reserves nothing."""

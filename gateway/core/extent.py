@@ -1,4 +1,4 @@
-"""How much one request may ask for: answers, messages, pictures, logprobs, bytes of text and of a grammar.
+"""How much one request may ask for: answers, inputs, messages, pictures, logprobs, bytes of text and of a grammar.
 
 vLLM parses, tokenises and fans out on the loop that serves every tenant, so the extent of a request is measured before
 vLLM sees the request. Pure: a body in, the first bound that the body exceeds out.
@@ -23,6 +23,9 @@ class ExtentLimits:
     # Messages with their parts and calls of tools; tools. vLLM validates a part in 15 µs, and holds the loop meanwhile.
     messages_max: int = 2048
     entries_max: int = 1024  # of logit_bias, metadata or vllm_xargs: each faulty entry takes vLLM 15 µs
+    # Texts, or texts to compare with a query, of a call for vectors or scores. Each is a request to a runtime.
+    # LangChain's client sends 1,000 texts at a time.
+    inputs_max: int = 1024
     pictures_max: int = 16
     logprobs_max: int = 20  # alternatives per generated token
     prompt_logprobs_max: int = 1  # alternatives per token of the prompt
@@ -54,6 +57,7 @@ DENSE = 1 << 15
 VALUES_EACH = 16
 _LONG_STRING = re.compile(rb'"[^"\\]{1024,}"')  # a picture's data have neither quotes nor backslashes
 _FIRST_ITEM = re.compile(rb"\s*\[\s*(.)", re.DOTALL)
+_MESSAGE_FIRST = re.compile(rb"\s*\[\s*(?:\[\s*)?\{")  # a list of messages or of conversations
 _LISTS_IN_A_LIST = re.compile(rb"^\s*\[\s*\[|,\s*\[")
 
 
@@ -121,6 +125,15 @@ class BodyExtent(msgspec.Struct):
     system: Raw = NOTHING  # /v1/messages
     instructions: Raw = NOTHING  # /v1/responses
     tokens: Raw = NOTHING  # /v1/detokenize
+    query: Raw = NOTHING  # /v1/rerank; the next are of /v1/score, in the four forms that vLLM takes
+    queries: Raw = NOTHING
+    documents: Raw = NOTHING
+    items: Raw = NOTHING
+    text_1: Raw = NOTHING
+    text_2: Raw = NOTHING
+    data_1: Raw = NOTHING
+    data_2: Raw = NOTHING
+    instruction: Raw = NOTHING
     logprobs: Raw = NOTHING
     top_logprobs: Raw = NOTHING
     prompt_logprobs: Raw = NOTHING
@@ -149,16 +162,20 @@ GRAMMARS = (
     "text",
 )
 ENTRIES = ("logit_bias", "metadata", "vllm_xargs")
-TEXTS = ("prompt", "messages", "input", "system", "instructions", "tools", "tokens")
+ASKING = ("query", "queries", "text_1", "data_1", "instruction")  # a text here goes along with each text of COMPARED
+COMPARED = ("documents", "items", "text_2", "data_2")
+INPUTS = ("input", *ASKING, *COMPARED)
+TEXTS = ("prompt", "messages", "system", "instructions", "tools", "tokens", *INPUTS)
 NO_CHOICE = (b'"auto"', b'"none"', b"null")  # tool choices that make no grammar of the tools
 
 
-def first_excess(ask: BodyExtent, limits: ExtentLimits, repeats: bool = False) -> Excess | None:
-    """Return the first bound that the body exceeds, or None. `repeats`: the request only tokenises.
+def first_excess(ask: BodyExtent, limits: ExtentLimits, repeats: bool = False, pools: bool = False) -> Excess | None:
+    """Return the first bound that the body exceeds, or None.
 
-    A field of a wrong type has no extent: vLLM refuses such a body with a sentence of its own.
+    `repeats`: the request only tokenises. `pools`: the request asks for vectors or scores, so `input` has texts, and
+    not messages. A field of a wrong type has no extent: vLLM refuses such a body with a sentence of its own.
     """
-    return next((excess for excess in _measured(ask, limits, repeats) if excess.asked > excess.allowed), None)
+    return next((excess for excess in _measured(ask, limits, repeats, pools) if excess.asked > excess.allowed), None)
 
 
 def pictures_in(ask: BodyExtent) -> int:
@@ -166,19 +183,22 @@ def pictures_in(ask: BodyExtent) -> int:
     return len(_pictures(ask.messages)) + len(_pictures(ask.input))
 
 
-def _measured(ask: BodyExtent, limits: ExtentLimits, repeats: bool) -> Iterator[Excess]:
+def _measured(ask: BodyExtent, limits: ExtentLimits, repeats: bool, pools: bool) -> Iterator[Excess]:
+    said = ("messages",) if pools and not _MESSAGE_FIRST.match(bytes(ask.input)) else ("messages", "input")
     setting = "tokenize_bytes_max" if repeats else "text_bytes_max"
     for field in TEXTS:
         if size := _dense_bytes(getattr(ask, field)):
             yield Excess(field, size, getattr(limits, setting), "bytes of text", setting)
-    for field in ("messages", "input", "tools"):
+    for field in (*said, "tools"):
         values, allowed = _dense_values(getattr(ask, field)), max(DENSE, VALUES_EACH * limits.messages_max)
         yield Excess(field, values, allowed, f"values ({VALUES_EACH} for each message)", "messages_max")
     answers = max(_number(ask.n), _number(ask.best_of), 1) * _prompts(ask.prompt)
     yield Excess("n", answers, limits.answers_max, "answers (n times prompts)", "answers_max")
     talks = _talks(ask.messages)
     yield Excess("messages", len(talks), limits.answers_max, "answers (one for each conversation)", "answers_max")
-    for field in ("messages", "input"):
+    for field in INPUTS if pools else ():
+        yield Excess(field, _prompts(getattr(ask, field)), limits.inputs_max, "inputs", "inputs_max")
+    for field in said:
         items = (sum(talks) if field == "messages" else 0) or _items(getattr(ask, field))
         yield Excess(field, items, limits.messages_max, "messages", "messages_max")
     yield Excess("tools", _items(ask.tools), limits.messages_max, "tools", "messages_max")
@@ -192,14 +212,19 @@ def _measured(ask: BodyExtent, limits: ExtentLimits, repeats: bool) -> Iterator[
     what = "logprobs a token of the prompt"
     yield Excess("prompt_logprobs", of_prompt, limits.prompt_logprobs_max, what, "prompt_logprobs_max")
     sizes = {field: len(bytes(getattr(ask, field))) for field in TEXTS}
-    for field in ("messages", "input"):
+    what = "bytes of text"
+    texts = max(_prompts(getattr(ask, field)) for field in COMPARED) if pools else 1
+    for field in ASKING if texts > 1 else ():
+        if sizes[field] and _prompts(getattr(ask, field)) == 1:
+            what, sizes[field] = "bytes of text (a query counts for each text)", texts * sizes[field]
+    for field in said:
         pictures = _pictures(getattr(ask, field))
         yield Excess(field, len(pictures), limits.pictures_max, "pictures", "pictures_max")
         parts = _parts(getattr(ask, field), limits.messages_max)
         yield Excess(field, parts, limits.messages_max, "parts of messages", "messages_max")
         sizes[field] -= sum(pictures)
     largest = max(sizes, key=sizes.__getitem__)
-    yield Excess(largest, sum(sizes.values()), getattr(limits, setting), "bytes of text", setting)
+    yield Excess(largest, sum(sizes.values()), getattr(limits, setting), what, setting)
     for field in GRAMMARS:
         size = len(bytes(getattr(ask, field)))
         yield Excess(field, size, limits.grammar_bytes_max, "bytes of a grammar", "grammar_bytes_max")

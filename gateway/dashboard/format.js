@@ -3,7 +3,7 @@
 const LOCALE = "en-GB";
 const whole = new Intl.NumberFormat(LOCALE, { maximumFractionDigits: 0 });
 
-export const count = (n) => whole.format(n);
+export const count = (n) => (n === null ? "–" : whole.format(n));
 
 export function bytes(n) {
   const unit = ["B", "KiB", "MiB", "GiB", "TiB"];

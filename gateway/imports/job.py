@@ -32,7 +32,7 @@ PATIENCE_S = 600.0  # without a single byte received
 PAUSE_S, PAUSE_S_MOST = 0.5, 30.0
 RATE_S = 10.0  # window for the measured speed
 DAMAGED_MOST = 2  # damaged downloads of a file
-SMALL = (*artefact.CONFIGS, *artefact.TOKENIZERS, artefact.INDEX)
+SMALL = (*artefact.CONFIGS, *artefact.VECTOR_CONFIGS, *artefact.TOKENIZERS, artefact.INDEX)
 
 T = TypeVar("T")
 
@@ -292,7 +292,8 @@ def chosen(listed: Listing) -> tuple[list[Listed], list[Listed]]:
     small = [file for file in files if file.name in SMALL]
     weights = [file for file in files if file.name.endswith(".safetensors") and "/" not in file.name]
     for file in small:
-        most = artefact.CONFIG_MOST if file.name in artefact.CONFIGS else artefact.TOKENIZER_MOST
+        config = file.name in artefact.CONFIGS or file.name in artefact.VECTOR_CONFIGS
+        most = artefact.CONFIG_MOST if config else artefact.TOKENIZER_MOST
         if file.size > most:
             raise ArtefactRefused(f"{file.name} has {file.size} bytes, more than {most}: it is not what its name says")
     if not any(file.name == "config.json" for file in small):

@@ -23,8 +23,7 @@ from gateway.http.errors import Problem, budget_exhausted, rate_limited
 from gateway.inference.meter import MeteredCall
 from store.bus import Bus, BusError
 from store.contract import wire
-from store.contract.limits import NO_LIMITS, Limits
-from store.contract.quotas import Account
+from store.contract.limits import NO_LIMITS, Account, Limits
 from store.db import budget
 from store.db.billing import Price, cost_pico
 from store.db.database import Database, DatabaseError, now_us
@@ -209,7 +208,8 @@ class Quotas:
         wait_s = max(1, math.ceil(rates[lacking].wait_us(count) / 1e6))
         said = f"this tenant may use {rates[lacking].limit} {lacking} a minute"
         if lacking is Kind.TOKENS:
-            said += f", {rates[lacking].remaining} are left and this request may take {count} (lower max_tokens)"
+            left = rates[lacking].remaining
+            said += f", {left} are left and this request may take {count} (send less, or lower max_tokens)"
         return rate_limited(lacking, said, wait_s)
 
     def _no_money(self, lease: TenantAllowance, need: Need) -> Problem:
@@ -382,11 +382,21 @@ class Admission:
             limit = self.lease.holding.limits.tokens_per_minute
             detail = f"the prompt has {prompt_tokens} tokens, and this tenant may use {limit} a minute: shorten it"
             raise Problem(400, "request_too_large", detail)
-        need = self.ticket.need(prompt_tokens, most)
+        await self._reserve(self.ticket.need(prompt_tokens, most))
+        return most
+
+    async def begin_texts(self, tokens: int) -> None:
+        """Reserve tokens and money for texts of `tokens` tokens together, answered with vectors. Raises Problem."""
+        if self.ticket.output_most(tokens, 0) < 0:
+            limit = self.lease.holding.limits.tokens_per_minute
+            detail = f"the texts have {tokens} tokens, and this tenant may use {limit} a minute: send fewer at a time"
+            raise Problem(400, "request_too_large", detail)
+        await self._reserve(self.ticket.need(tokens, 0))
+
+    async def _reserve(self, need: Need) -> None:
         await self.quotas.have(self.lease, need)
         self.ticket.begin(need)
         self.quotas.top_up(self.lease, self.ticket)
-        return most
 
     async def go_on(self, prompt_tokens: int, output_tokens: int, max_tokens: int) -> int:
         """Reserve the rest of a resumed request, whose prompt and first `output_tokens` were paid for elsewhere.

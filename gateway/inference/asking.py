@@ -20,9 +20,10 @@ from gateway.http.limits import read_body
 from gateway.inference.context import RequestContext
 from gateway.inference.metrics import Metrics
 from gateway.inference.resuming import resumable, resumed
-from gateway.inference.routes import BATCH, REPEATING
+from gateway.inference.routes import BATCH, OF_EVERY_TASK, OF_TASK, POOLING, REPEATING
 from gateway.streams.runtimes import RuntimesView
 from store.contract.priorities import Priority, priority
+from store.contract.tasks import Task
 
 NAMES_MOST = 8  # deployments that an error names
 PREPARING = ("mm_processor_kwargs", "media_io_kwargs")  # a client could have a picture made as large as it likes
@@ -58,12 +59,13 @@ class Asking:
         if "last-event-id" in request.headers:
             context.request_id, context.resumes_after = resumed(request.headers)
         sent = body
-        ask, said = _read(body, self.bounds.extent, path in REPEATING)
+        ask, said = _read(body, self.bounds.extent, path)
         if path == BATCH:
             _check_batch(ask)
         name, named = await self._named(caller, said)
         body = body if said else _naming(body, name)
         target = self._revision(named, context.request_id)
+        _check_task(path, name, target)
         _check_pictures(ask, name, target)
         tally = self.metrics.tally(str(caller.tenant_id), target.deployment_id)
         prefers = _preferences(request)
@@ -107,8 +109,8 @@ class Asking:
         return canary if loadable(self.fleet.states(key).values()) and self.fleet.choose(key) else target
 
 
-def _read(body: bytes, extent: ExtentLimits, repeats: bool) -> tuple[BodyExtent, str | None]:
-    """The body, and the deployment named in the body or None. `repeats`: the request generates no tokens.
+def _read(body: bytes, extent: ExtentLimits, path: str) -> tuple[BodyExtent, str | None]:
+    """The body, and the deployment named in the body or None. `path`: the platform's path, without a tenant.
 
     Raises Problem if the body is not the JSON expected, or asks for too much.
     """
@@ -121,7 +123,7 @@ def _read(body: bytes, extent: ExtentLimits, repeats: bool) -> tuple[BodyExtent,
         if (bytes(getattr(ask, field)) or b"null") not in (b"null", b"{}"):
             remedy = "the model's own settings prepare pictures: leave the field out"
             raise Problem(400, "invalid_request", f"`{field}`: {remedy}", [Fault(f"/{field}", "not taken")])
-    if excess := first_excess(ask, extent, repeats):
+    if excess := first_excess(ask, extent, path in REPEATING, path in POOLING):
         remedy = f"ask for less, or have the operator raise STACCATO_{excess.setting.upper()}"
         raise Problem(
             400,
@@ -130,6 +132,19 @@ def _read(body: bytes, extent: ExtentLimits, repeats: bool) -> tuple[BodyExtent,
             [Fault(f"/{excess.field}", str(excess))],
         )
     return ask, name or None
+
+
+def _check_task(path: str, name: str, target: Target) -> None:
+    """Refuse a request that the deployment's model has no answer to. Raises Problem."""
+    task = Task(target.spec.task or Task.GENERATE)
+    if path in OF_TASK[task] or path in OF_EVERY_TASK:
+        return
+    others = " or ".join(f"`{other}`" for other, paths in OF_TASK.items() if path in paths)
+    detail = (
+        f"{name!r} has the task `{task}`, and {path} needs a model with the task {others}: ask one of "
+        f"{', '.join(OF_TASK[task])}, or name another deployment"
+    )
+    raise Problem(404, "wrong_task", detail, [Fault("/model", "another task")])
 
 
 def _check_batch(ask: BodyExtent) -> None:

@@ -11,7 +11,7 @@ import contextlib
 from dataclasses import dataclass, field
 
 from gateway.inference.meter import MeteredCall
-from store.contract.wire import NOTHING_SPENT, Delta, Spent
+from store.contract.wire import NOTHING_SPENT, Delta, Finish, Spent
 
 
 @dataclass(slots=True)
@@ -80,7 +80,8 @@ class Cost:
         prompt = self.prompt
         if delta.tokens and delta.at == 0 and not prompt.answered:
             prompt.answered, prompt.cached_tokens = True, min(delta.cached_tokens, prompt.tokens)
-        prompt.begun = prompt.begun or bool(delta.tokens or delta.spent.gpu_us)
+        answered = bool(delta.tokens) or delta.finish is Finish.STOP  # a vector comes without tokens
+        prompt.begun = prompt.begun or answered or bool(delta.spent.gpu_us)
 
     def count(self, paid: Delta) -> None:
         """Count the tokens of `paid`, a delta without tokens where the tenant's budget lacks the money."""

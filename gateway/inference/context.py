@@ -7,6 +7,7 @@ vLLM calls reads the variable CONTEXT.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -32,6 +33,7 @@ from store.telemetry.tracing import Span, traceparent
 
 # Tenant of the request at hand; empty: the platform's own work. Turns at a front's threads go by tenant.
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
+TEXTS_AT_ONCE = 32  # texts of one call for vectors that runtimes have at a time
 
 
 class PieceWriter(Protocol):
@@ -64,7 +66,7 @@ class RequestContext:
     resumes_after: Position | None = None  # the client resumes the request: the last event that the client has
     found: FoundRequest | None = None  # a resumed request: where the request is kept
 
-    # Set by `opened`; a request that generates nothing has none of these.
+    # Set by `opened`; a request for which no device works has none of these.
     call: MeteredCall = field(init=False)
     objective: Objective = field(init=False)
     cache_salt: str = field(init=False)  # secret of the tenant: tenants never share prefixes
@@ -81,6 +83,10 @@ class RequestContext:
     made_tokens: int = 0  # output tokens handed to the code that writes the response
     timing: Timing | None = None  # timing of the stream submitted last
     computed: Computed = field(default_factory=Computed)
+
+    # A call for vectors: each text of the call is an engine's request.
+    reserved_tokens: int = 0  # of the texts, reserved under the tenant's limits before the first text is sent
+    sending: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TEXTS_AT_ONCE))
 
     def understood(
         self, caller: Caller, name: str, target: Target, tally: Tally, wait_s: float, priority: Priority, timed: bool

@@ -26,7 +26,7 @@ from gateway.inference.asking import Asking
 from gateway.inference.context import RequestContext
 from gateway.inference.exchange import Exchange
 from gateway.inference.metrics import Metrics
-from gateway.inference.routes import GENERATING, MODELS, OPERATOR, REPEATING, ModelCard, ModelCards, ModelPermission
+from gateway.inference.routes import MODELS, OPERATOR, REPEATING, ROUTES, ModelCard, ModelCards, ModelPermission
 from gateway.inference.serving import RequestServing
 from gateway.inference.spans import begin, end
 from store.db.database import DatabaseError
@@ -82,13 +82,13 @@ class Inference:
         if path == MODELS or path.startswith(MODELS + "/"):
             _allow(request, "GET")
             return await self._models(caller, path.removeprefix(MODELS).strip("/"))
-        route = GENERATING.get(path) or REPEATING.get(path)
+        route = ROUTES.get(path)
         if route is None:
             raise Problem(404, "not_found", f"there is no {path} here")
         _allow(request, "POST")
         body = await self.asking.understand(request, path, caller, context)
         exchange = Exchange(request, send, context.request_id, route, body)
-        await self.serving.serve(exchange, context, generates=path in GENERATING)
+        await self.serving.serve(exchange, context, works=path not in REPEATING)
         return None
 
     async def _caller(self, request: Request, tenant: str | None) -> Caller:

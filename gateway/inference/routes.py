@@ -10,6 +10,7 @@ import msgspec
 
 from gateway.http.api import Endpoint, Operation, Shown
 from gateway.http.errors import MESSAGES
+from store.contract.tasks import Task
 from store.db.operators import Scope
 
 BATCH = "/v1/chat/completions/batch"
@@ -26,6 +27,18 @@ GENERATING = {
 }
 COUNT_TOKENS = "/v1/messages/count_tokens"
 REPEATING = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize", COUNT_TOKENS: COUNT_TOKENS}
+# Paths for vectors and scores. Devices work for such a call, and make no tokens.
+EMBEDDINGS, CLASSIFY = "/v1/embeddings", "/v1/classify"
+SCORING = {"/v1/rerank": "/rerank", "/v1/score": "/score"}
+POOLING = {EMBEDDINGS: EMBEDDINGS, **SCORING, CLASSIFY: "/classify"}
+ROUTES = GENERATING | REPEATING | POOLING
+# By task: the paths that a deployment answers, besides the paths that every deployment answers.
+OF_TASK: dict[Task, tuple[str, ...]] = {
+    Task.GENERATE: (*GENERATING, COUNT_TOKENS),
+    Task.EMBED: (EMBEDDINGS, *SCORING),
+    Task.CLASSIFY: (CLASSIFY, *SCORING),
+}
+OF_EVERY_TASK = tuple(path for path in REPEATING if path != COUNT_TOKENS)
 MODELS = "/v1/models"
 OPERATOR: tuple[Scope, ...] = ("tenants",)  # an operator who makes a tenant's keys may do what the keys may
 
@@ -96,6 +109,14 @@ _REPEAT = Operation(
     operator=OPERATOR,
     summary=f"Tokens of a text. {VLLM}",
 )
+_POOL = Operation(
+    VllmResponse,
+    body=ModelBody,
+    problems=(*_BODY, 501),
+    openai=True,
+    operator=OPERATOR,
+    summary=f"Vectors or scores of texts. {VLLM}",
+)
 _MESSAGES = {path: replace(said, anthropic=True) for path, said in ((MESSAGES, _GENERATE), (COUNT_TOKENS, _REPEAT))}
 _LIST = Operation(
     ModelCards, problems=(404,), openai=True, operator=OPERATOR, summary="List the deployments that can be asked."
@@ -110,6 +131,7 @@ def endpoints() -> list[Endpoint]:
         ("GET", MODELS + "/{name}", _SHOW),
         *(("POST", path, _MESSAGES.get(path, _GENERATE)) for path in GENERATING),
         *(("POST", path, _MESSAGES.get(path, _REPEAT)) for path in REPEATING),
+        *(("POST", path, _POOL) for path in POOLING),
     ]
     return [
         Endpoint(method, before + path, operation, "inference")

@@ -60,25 +60,25 @@ class RequestServing:
     awaits_runtimes: bool = True  # runtimes on this machine may just be starting
     resuming: RequestFinder | None = None  # None: no request can be resumed at this gateway
 
-    async def serve(self, exchange: Exchange, context: RequestContext, generates: bool) -> None:
+    async def serve(self, exchange: Exchange, context: RequestContext, works: bool) -> None:
         """Answer the client of `exchange`. Raises Problem, DatabaseError.
 
-        `generates`: False for a request about tokens of a text. The tenant's limits count such a request, with no
-        tokens and no price.
+        `works`: False for a request about tokens of a text, for which no device works. The tenant's limits count such
+        a request, with no tokens and no price.
         """
         TENANT.set(str(context.caller.tenant_id))
-        if generates and self.reserve:
+        if works and self.reserve:
             self.reserve.check()
         resumes = context.resumes_after is not None
         context.expected_s = partial(self._build_s, context.target.spec.key)  # no closure: no cycle
-        admission = await self.quotas.admit(context.caller, context.target, generates, resumes)
+        admission = await self.quotas.admit(context.caller, context.target, works, resumes)
         try:
             if resumes:
                 await self._find(context)
             cold = "none" if context.found else await self._hold(context.target, context.deadline)
             front = await self._front(context.target)
-            if generates:
-                await self._generate(exchange, front, context, admission, cold)
+            if works:
+                await self._work(exchange, front, context, admission, cold)
             else:
                 await self._repeat(exchange, front, context, admission)
         except Problem as problem:
@@ -143,14 +143,14 @@ class RequestServing:
     async def _repeat(
         self, exchange: Exchange, front: ModelFront, context: RequestContext, admission: Admission | None
     ) -> None:
-        """Pass on a request that generates nothing."""
+        """Pass on a request for which no device works."""
         send = context.noting(exchange.send, admission.headers() if admission else {})
         await exchange.pass_on(front, context, Reworded(send, exchange.wording(context)), asyncio.Event().wait())
 
-    async def _generate(
+    async def _work(
         self, exchange: Exchange, front: ModelFront, context: RequestContext, admission: Admission | None, cold: str
     ) -> None:
-        """Answer with generated text, under a call of the meter. `cold`: where the model was, by `_hold`."""
+        """Answer with the work of a device, under a call of the meter. `cold`: where the model was, by `_hold`."""
         target = context.target
         started_at = context.resumable.started_at if context.resumable is not None else time.time()
         call = self._open(context.request_id, context.caller, target, started_at)

@@ -9,7 +9,15 @@ from gateway.inference.context import RequestContext
 from store.telemetry import tracing
 from store.telemetry.tracing import Span, Traces
 
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/messages": "chat", "/v1/completions": "text_completion"}
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/rerank": "rerank",
+    "/score": "score",
+    "/classify": "classify",
+}
 
 
 def begin(traces: Traces, request_id: str, scope: Scope) -> Span:

@@ -20,7 +20,7 @@ import msgspec
 from gateway.inference.metrics import Tally
 from store.contract.elapsed import Elapsed
 from store.contract.series import PARTS
-from store.contract.wire import Course, Delta
+from store.contract.wire import Course, Delta, Finish
 
 _NOTHING = Course()
 
@@ -74,10 +74,10 @@ class Timing:
         self._way, self._course, self._untold = "move", _NOTHING, True
 
     def came(self, delta: Delta, now: float) -> None:
-        """Take note of a delta of the request."""
+        """Take note of a delta of the request. A vector, which comes without tokens, counts as a first token."""
         if delta.course is not None:
             self._told(delta.course, now)
-        if not delta.tokens:
+        if not delta.tokens and (delta.finish is not Finish.STOP or self.first_at is not None):
             return
         if self.first_at is None:
             self.first_at = now

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 from runtime.engine.settings import check_version  # isort: skip  (sets vLLM's environment, so: first)
 
 import msgspec
-from vllm import SamplingParams
+from vllm import PoolingRequestOutput, SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.outputs import RequestOutput
@@ -41,6 +41,7 @@ from gateway.streams.runtimes import RuntimesView
 from gateway.vllm import pictures
 from store.bus import TooLarge
 from store.contract import wire
+from store.contract.tasks import Task
 from store.contract.wire import Delta
 
 # A resumed request is booked under the numbers from here on: later than every number of the gateway before.
@@ -78,8 +79,9 @@ class BusCore:
     engine_ranks_managed = (0,)
     resources = _Alive()
 
-    def __init__(self, deps: Deps, model: str) -> None:
-        self._deps, self._model = deps, model
+    def __init__(self, deps: Deps, model: str, task: Task) -> None:
+        """`model`: the key of the engine. `task`: what the model makes."""
+        self._deps, self._model, self.task = deps, model, task
         self._engine = check_version()
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()  # drained every loop turn by output_handler
         self._dispatcher = Dispatcher(deps.relay, deps.fleet, self, deps.resume_s)
@@ -92,7 +94,7 @@ class BusCore:
         self.llm: BusLLM | None = None
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
-        return ("generate",)
+        return (self.task.value,)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         return await self._outputs.get()
@@ -196,13 +198,33 @@ class BusCore:
         except Unserved as error:
             raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
 
-    async def _reserve(self, context: RequestContext, request: EngineCoreRequest) -> None:
-        """Reserve the request's share of its tenant's limits and bound its output. Raises GracefulHTTPError."""
-        sampling = request.sampling_params
-        if context.admission is None or sampling is None:
+    async def reserve(self, context: RequestContext, tokens: int) -> None:
+        """Reserve the tenant's limits for `tokens` tokens of texts that get vectors. Raises GracefulHTTPError.
+
+        To be called for all texts of a call together: a call beyond the limits is refused before any device works."""
+        if context.admission is None:
             return
         try:
-            prompt, most = len(request.prompt_token_ids or ()), sampling.max_tokens or 0
+            await context.admission.begin_texts(tokens)
+        except Problem as problem:
+            context.refused = problem
+            raise GracefulHTTPError(problem.detail, HTTPStatus(problem.status)) from problem
+        context.reserved_tokens += tokens
+
+    async def _reserve(self, context: RequestContext, request: EngineCoreRequest) -> None:
+        """Reserve the request's share of its tenant's limits and bound its output. Raises GracefulHTTPError."""
+        prompt, sampling = len(request.prompt_token_ids or ()), request.sampling_params
+        if context.admission is None:
+            return
+        if sampling is None:
+            lacking = max(0, prompt - context.reserved_tokens)
+            context.reserved_tokens -= prompt - lacking
+            if lacking:
+                await self.reserve(context, lacking)
+                context.reserved_tokens -= lacking
+            return
+        try:
+            most = sampling.max_tokens or 0
             if context.resumes_after is not None:
                 most = await context.admission.go_on(prompt, context.resumes_after.tokens, most)
             else:
@@ -224,8 +246,10 @@ class BusCore:
                 cost.count(paid)
             if (listener := self._listeners.get(request_id)) is not None:
                 listener.made(paid)
+            elif (output := self._output(request_id, paid)).pooling_output is None and self.task.pools:
+                self.failed(request_id, "its runtime sent no vector")  # else vLLM would fail every open request
             else:
-                outputs.append(self._output(request_id, paid))
+                outputs.append(output)
             if paid.finish is not None:
                 self._forget(request_id)
         if outputs:
@@ -324,6 +348,16 @@ class BusLLM(AsyncLLM):
         except (GracefulHTTPError, VLLMValidationError) as error:
             context.failure = unavailable(int(getattr(error, "http_status", 400)), str(error))
             raise
+
+    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield the vector of a text. A call has TEXTS_AT_ONCE texts with runtimes at a time, and the others wait."""
+        context = CONTEXT.get()
+        async with context.sending:
+            async for output in super().encode(*args, **kwargs):
+                context.call.prompt_tokens += len(output.prompt_token_ids)
+                context.call.cached_tokens += output.num_cached_tokens
+                context.call.finish = "stop"
+                yield output
 
     def fail(self, request_id: str, error: Exception) -> None:
         """End a request with an error for its client."""

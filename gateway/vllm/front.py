@@ -53,10 +53,11 @@ from gateway.http.errors import openai_response, rate_limited
 from gateway.inference.computed import Computed
 from gateway.inference.context import CONTEXT, RequestContext
 from gateway.inference.resuming import not_resumable
-from gateway.vllm import templates, yielding
+from gateway.vllm import pooling, templates, yielding
 from gateway.vllm.bus_core import BusCore, BusLLM, Deps
 from gateway.vllm.fast_front import FastFront, template_busy
 from gateway.vllm.threads import TenantThreads, TooManyWaiting
+from store.contract.tasks import Task
 from store.contract.wire import EngineSpec
 from store.files.architectures import Known
 
@@ -132,7 +133,7 @@ def _build_llm(spec: EngineSpec, deps: Deps) -> BusLLM:
     # the client's request.
     args = engine_args(spec, served_model_name=spec.key)
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    llm = BusLLM(config, BusCore(deps, spec.key))
+    llm = BusLLM(config, BusCore(deps, spec.key, Task(spec.task or Task.GENERATE)))
     _share_threads(llm)
     yielding.render_in_thread(llm.renderer)
     return llm
@@ -194,8 +195,11 @@ async def _build_front(spec: EngineSpec, tool_parser: str | None, deps: Deps, ap
     state.serving_tokenization = ServingTokenization(
         state.openai_serving_models, state.online_renderer, chat_template=template, chat_template_content_format="auto"
     )
-    await init_generate_state(llm, state, args, None, ("generate",), {})
     state.enable_server_load_tracking = False
+    if spec.pools:
+        await rendering(pooling.init_state, llm, state, args)
+        return Front(state, app, None)
+    await init_generate_state(llm, state, args, None, ("generate",), {})
     return Front(state, app, await rendering(FastFront.of, llm, llm.engine_core, state))
 
 
@@ -231,7 +235,7 @@ def _vllm_app() -> ASGIApp:
     """vLLM's routes and error handlers, below the point where an app would put itself into the scope."""
     app = FastAPI(openapi_url=None)
     app.state.args = _vllm_args([])
-    for attach in (attach_chat, attach_completions, attach_responses, attach_messages, attach_tokenize):
+    for attach in (attach_chat, attach_completions, attach_responses, attach_messages, attach_tokenize, pooling.attach):
         attach(app)
     init_exception_handler(app)
     app.add_exception_handler(TimeoutError, _waited)

@@ -371,9 +371,9 @@ class Builder:
         """Settings of vLLM that depend on the device."""
         if self.device.backend is Backend.HOST:
             return {}
-        return outside.settings(Path(spec.path), torch.cuda.mem_get_info()[1]) | graph_settings(
-            self._graphs, self._compiled
-        )
+        # Graphs hold decode steps, and a model that makes vectors has no decode steps.
+        graphs = {} if spec.pools else graph_settings(self._graphs, self._compiled)
+        return outside.settings(Path(spec.path), torch.cuda.mem_get_info()[1]) | graphs
 
 
 @register_model_loader(IMAGE_FORMAT)

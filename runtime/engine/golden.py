@@ -4,6 +4,9 @@ The question is a short prompt that no tenant wrote, answered greedily. A model 
 once the tensors have moved, and after every fetch: the tokens must not change. The prompt twice in a batch finds models
 that disagree with themselves, and the prompt at the last positions of the context finds tables of positions that end
 too early. The question asked while its KV cache moves to other blocks finds models with state outside the blocks.
+
+A model that makes vectors answers in one step, with numbers instead of tokens: the first numbers of the vector, each as
+a multiple of 2^-20. Rounding may change the numbers a little, so answers are compared with `same`.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from typing import Any
 
 import msgspec
 import torch
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
+from vllm.tasks import PoolingTask
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
@@ -30,11 +34,14 @@ INTERRUPTED_AFTER = 4  # tokens of an answer
 # Two greedy answers of a sound model part only where rounding decides: where the log probabilities of both tokens
 # differ by at most so many nats. A fault makes an unrelated token, and unrelated tokens are far less likely.
 TIE, TIE_16_BITS = 0.05, 0.5
+NUMBERS = 64  # of a vector
+UNIT = 1 << 20  # a number of a vector is kept as a whole multiple of 1/UNIT
+NEAR, NEAR_16_BITS = UNIT // 10_000, UNIT // 100  # most that rounding changes a number of a vector
 LIKELIEST = 5  # tokens per step with log probabilities, for comparing answers
 
 
 class Golden(msgspec.Struct, frozen=True):
-    """Answers to the golden question by a model freshly read from files, as token ids."""
+    """Answers to the golden question by a model freshly read from files: token ids, or numbers of a vector."""
 
     first: list[int]  # at the first positions
     last: list[int]  # at the last positions of the context
@@ -48,13 +55,20 @@ class GoldenAnswer(msgspec.Struct):
 
     def take(self, output: EngineCoreOutput) -> None:
         self.tokens += output.new_token_ids
+        if output.pooling_output is not None:
+            first = output.pooling_output.detach().float().flatten()[:NUMBERS]
+            self.tokens += [int(number) for number in (first * UNIT).nan_to_num().round().tolist()]
         if (found := output.new_logprobs) is not None:
             rows = zip(found.logprob_token_ids, found.logprobs, strict=True)
             self.likeliest += [dict(zip(map(int, ids), map(float, logs), strict=True)) for ids, logs in rows]
 
 
-def prompt_and_tokens(max_model_len: int) -> tuple[int, int]:
-    """Lengths of the question's prompt and of the answer, in tokens, in a context of `max_model_len` tokens."""
+def prompt_and_tokens(max_model_len: int, pools: bool = False) -> tuple[int, int]:
+    """Lengths of the question's prompt and of the answer, in tokens, in a context of `max_model_len` tokens.
+
+    `pools`: whether the answer is a vector, which takes no place in the context."""
+    if pools:
+        return min(PROMPT, max_model_len), 0
     prompt = min(PROMPT, max_model_len // 2)
     return prompt, min(TOKENS, max_model_len - prompt)
 
@@ -76,9 +90,10 @@ def ask(
     config, scheduler = core.vllm_config.model_config, core.scheduler
     assert isinstance(scheduler, PooledScheduler)
     said = {id: GoldenAnswer([], []) for id in ids}
+    task = _task(core) if scheduler.pools else None
     with scheduler.alone(ids):
         for id in ids:
-            core.add_request(*core.preprocess_add_request(_question(config, id, likeliest)))
+            core.add_request(*core.preprocess_add_request(_question(config, id, likeliest, task)))
         while any(id in scheduler.requests for id in ids):
             if interrupt is not None and len(said[ids[0]].tokens) >= INTERRUPTED_AFTER:
                 interrupt()
@@ -92,17 +107,24 @@ def ask(
     return list(said.values())
 
 
-def _question(config: Any, id: str, likeliest: int | None) -> EngineCoreRequest:
-    prompt, tokens = prompt_and_tokens(config.max_model_len)
+def _task(core: EngineCore) -> PoolingTask:
+    """vLLM's name of what the model makes of a whole text."""
+    return next(task for task in core.get_supported_tasks() if task in ("embed", "classify"))
+
+
+def _question(config: Any, id: str, likeliest: int | None, task: PoolingTask | None) -> EngineCoreRequest:
+    """The question as vLLM's request. `task`: set if the model makes vectors."""
+    prompt, tokens = prompt_and_tokens(config.max_model_len, task is not None)
     vocabulary = config.get_vocab_size()
+    sampling = SamplingParams(
+        temperature=0, max_tokens=max(1, tokens), ignore_eos=True, detokenize=False, logprobs=likeliest
+    )
     return EngineCoreRequest(
         request_id=id,
         prompt_token_ids=[(7919 * n + 1) % vocabulary for n in range(prompt)],
         mm_features=None,
-        sampling_params=SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=likeliest
-        ),
-        pooling_params=None,
+        sampling_params=None if task else sampling,
+        pooling_params=PoolingParams(task=task) if task else None,
         arrival_time=0.0,
         lora_request=None,
         cache_salt=id,
@@ -124,14 +146,19 @@ def pausing(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def at_last_positions(model: torch.nn.Module, max_model_len: int) -> Iterator[None]:
+def at_last_positions(model: torch.nn.Module, max_model_len: int, pools: bool = False) -> Iterator[None]:
     """Within the context, positions given to the model are shifted to the end of the longest sequence.
 
-    `max_model_len`: tokens of the longest sequence. Only values computed from positions change: tables of rotary or
+    Args:
+        model: the model.
+        max_model_len: tokens of the longest sequence.
+        pools: whether the model makes vectors.
+
+    Only values computed from positions change: tables of rotary or
     learned positions are read where the tables end. KV cache is used as for a short request, so the question costs as
     little for a long context. Raises RuntimeError if the model was not called with positions meanwhile."""
     forward, shifted = model.forward, 0
-    by = max_model_len - sum(prompt_and_tokens(max_model_len))
+    by = max_model_len - sum(prompt_and_tokens(max_model_len, pools))
 
     def forward_later(*args: Any, **kwargs: Any) -> Any:
         nonlocal shifted
@@ -186,6 +213,20 @@ def disagrees(alone: GoldenAnswer, other: GoldenAnswer, tie: float) -> bool:
         if token != instead:
             return likeliest[token] - likeliest.get(instead, float("-inf")) > tie
     return False
+
+
+def same(said: Sequence[int], before: Sequence[int], dtype: object, pools: bool) -> bool:
+    """Whether two answers to the same question are equal: tokens exactly, numbers of a vector within rounding.
+
+    Args:
+        said, before: the answers.
+        dtype: torch's type of the model's numbers.
+        pools: whether the answers are vectors.
+    """
+    if not pools:
+        return said == before
+    most = NEAR if dtype == torch.float32 else NEAR_16_BITS
+    return len(said) == len(before) and all(abs(a - b) <= most for a, b in zip(said, before, strict=True))
 
 
 def tie(dtype: object) -> float:

@@ -16,9 +16,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -31,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
     iter_layer_specs,
 )
+from vllm.v1.worker.utils import AttentionGroup
 
 from runtime.core.engine import EngineError
 from store.contract.kv_curve import BlockTable, LayerKind
@@ -90,14 +93,15 @@ class Groups:
 
     @classmethod
     def of(cls, config: KVCacheConfig, vllm_config: VllmConfig) -> Groups:
-        """The groups of vLLM's plan for a model. Raises EngineError as `check_kinds` does."""
-        check_kinds({name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names})
+        """The groups of vLLM's plan for a model: none for an encoder. Raises EngineError as `check_kinds` does."""
+        specs = {name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names}
+        check_kinds(specs, pools(vllm_config))
         return cls([_group(group, vllm_config) for group in config.kv_cache_groups])
 
     @property
     def block_tokens(self) -> int:
         """The fewest tokens of a block."""
-        return min(group.size for group in self.groups)
+        return min((group.size for group in self.groups), default=1)
 
     @property
     def most(self) -> int:
@@ -152,11 +156,20 @@ def _group(group: KVCacheGroupSpec, config: VllmConfig) -> LayerGroup:
     return LayerGroup(KINDS[type(spec)], spec.block_size, reach, most, len(group.layer_names))
 
 
-def check_kinds(specs: Mapping[str, KVCacheSpec]) -> None:
+def pools(config: VllmConfig) -> bool:
+    """Whether the model answers with vectors."""
+    return config.model_config.runner_type == "pooling"
+
+
+def check_kinds(specs: Mapping[str, KVCacheSpec], pools: bool = False) -> None:
     """Refuse layers that keep something else than whole blocks of the pool.
 
-    `specs`: vLLM's specs by name of the layer. Raises EngineError with the layer and the kind."""
-    if not specs:
+    Args:
+        specs: vLLM's specs by name of the layer; none for an encoder.
+        pools: whether the model answers with vectors. An encoder makes vectors, and no text.
+
+    Raises EngineError with the layer and the kind."""
+    if not specs and not pools:
         raise EngineError("no layer of the model keeps a KV cache: the model makes no text token by token")
     for name, spec in ((name, inner) for name, outer in specs.items() for inner in iter_layer_specs(outer)):
         if type(spec) not in KINDS:
@@ -183,6 +196,29 @@ def bytes_for_batch(specs: Mapping[str, KVCacheSpec], config: VllmConfig) -> int
 def _page_bytes(group: KVCacheGroupSpec, layer: str) -> int:
     spec = group.kv_cache_spec
     return (spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec).page_size_bytes
+
+
+def layout(groups: Groups, scheduler: Scheduler, runner: Any) -> str:
+    """Layout of a block, as text: the groups, and for each group the kernels, which order a block to suit the
+    instructions of the processor, and the types of numbers. Empty for an encoder.
+
+    Args:
+        groups: the model's groups.
+        scheduler: vLLM's scheduler of the model's engine.
+        runner: vLLM's model runner of the model's engine."""
+    if not groups.groups:
+        return ""
+    order = scheduler.kv_cache_config.kv_cache_layout or ""
+    parts = [part for parts in runner.attn_groups for part in parts]
+    kernels = dict.fromkeys(_kernels(part) for part in parts)
+    return "; ".join(filter(None, (*kernels, order, str(groups))))
+
+
+def _kernels(part: AttentionGroup) -> str:
+    spec = part.kv_cache_spec
+    types = spec.dtypes if isinstance(spec, MambaSpec) else (getattr(spec, "dtype", ""),)
+    isa = getattr(part.get_metadata_builder(), "isa", "")
+    return " ".join(filter(None, (part.backend.get_name(), isa, *(str(t).removeprefix("torch.") for t in types))))
 
 
 class ZeroedKvCache(KVCacheConfig):

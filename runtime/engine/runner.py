@@ -287,7 +287,7 @@ class CoreSteps:
         scheduled = scheduler.schedule()
         with self._core.log_error_detail(scheduled):
             executed = executor.execute_model(scheduled, non_block=True)
-            if not scheduled.total_num_scheduled_tokens:
+            if not scheduled.total_num_scheduled_tokens or self._core.is_pooling_model:  # nothing is sampled
                 return BegunStep(scheduled, executed, executed)
             sampled = executor.sample_tokens(scheduler.get_grammar_bitmask(scheduled), non_block=True)
         return BegunStep(scheduled, executed, sampled)

@@ -34,7 +34,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from runtime.engine import ranks
 from runtime.engine.blocks import ElasticBlockPool, Transfer
-from runtime.engine.groups import Groups, ZeroedKvCache
+from runtime.engine.groups import Groups, ZeroedKvCache, pools
 from runtime.memory.images import Images
 from runtime.memory.kv import KvRegion
 from runtime.memory.native import Direction, PoolError, TransferTicket
@@ -75,6 +75,7 @@ class PooledScheduler(AsyncScheduler):
             kwargs["kv_cache_config"] = ZeroedKvCache.of(kwargs["kv_cache_config"])
         super().__init__(*args, **kwargs)
         self.groups = Groups.of(self.kv_cache_config, self.vllm_config)
+        self.pools = pools(self.vllm_config)
         self._leaving: ParkingBatch | None = None
         self._parked: dict[str, Away] = {}
         self._arriving: dict[str, Away] = {}
@@ -440,13 +441,21 @@ class PooledScheduler(AsyncScheduler):
     def may_begin_ahead(self) -> bool:
         """Whether the next step can be scheduled before the tokens of the step under way are known.
 
-        Every request in must make a token in each step, by no grammar, and must find a block. Parked, arriving and new
-        requests come first: the next step shall compute them."""
-        if self._parked or self._arriving or self._leaving is not None or self.kv_holding_waiting:
+        Every request in must make a token in each step, by no grammar, and must find a block; a request for a vector
+        ends with the step. Parked, arriving and new requests come first: the next step shall compute them."""
+        if self.pools or self._parked or self._arriving or self._leaving is not None or self.kv_holding_waiting:
             return False
         if self.new_requests() or any([one.is_prefill_chunk or one.use_structured_output for one in self.running]):
             return False
         return 0 < len(self.running) * len(self.groups.groups) <= self.blocks.get_num_free_blocks()
+
+    def may_keep_prefixes(self) -> bool:
+        """Whether blocks of ended requests may be kept on the host, for later requests with an equal prefix.
+
+        With several groups, or layers that forget, a prefix needs matching blocks of every group, and the groups lose
+        blocks at different times. On several devices the ranks would have to agree on each block. A vector is made of a
+        whole prompt."""
+        return self.groups.plain and not self.pools and ranks.size() == 1
 
     def new_requests(self) -> list[Request]:
         """Waiting requests that the next step may take up, the first in front, with nothing computed yet."""

@@ -22,6 +22,7 @@ from store.contract.wire import EngineSpec
 RENDER_WAIT_S = int(os.environ["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"])
 # Most media of a prompt, by vLLM's names. The bound of pictures that clients meet first is in gateway/core/extent.py.
 MEDIA_MOST: dict[str, int | dict[str, int]] = {"image": 64, "audio": 0, "video": 0}
+STEP_TOKENS = 2048  # of texts for vectors in a step: other models wait meanwhile
 VERSION_LEAST, VERSION_BELOW = (0, 32, 0), (0, 34, 0)
 
 
@@ -43,7 +44,18 @@ def check_version() -> str:
     return f"vllm-{vllm.__version__.split('+')[0]}"
 
 
+def _complete(config: Any) -> Any:
+    """Add to a model's config what vLLM asks for and this version of transformers no longer writes."""
+    if config.model_type == "xlm-roberta" and not hasattr(config, "position_embedding_type"):
+        config.position_embedding_type = "absolute"
+    return config
+
+
 def engine_args(spec: EngineSpec, load_format: str = "safetensors", **more: Any) -> EngineArgs:
+    settings: dict[str, Any] = {"enforce_eager": True, "enable_prefix_caching": not spec.pools}
+    if spec.pools:
+        # vLLM computes no text of an encoder in parts, so a step must take the longest text.
+        settings |= {"runner": "pooling", "max_num_batched_tokens": max(STEP_TOKENS, spec.max_model_len)}
     return EngineArgs(
         model=spec.path,
         tokenizer=spec.path,
@@ -53,12 +65,12 @@ def engine_args(spec: EngineSpec, load_format: str = "safetensors", **more: Any)
         load_format=load_format,
         trust_remote_code=False,
         async_scheduling=False,  # a step is a step: nothing may be in flight when the turn ends
-        enable_prefix_caching=True,
         disable_log_stats=True,
         seed=0,
         limit_mm_per_prompt=MEDIA_MOST,
         language_model_only=bool(spec.language_model_only),
         # vLLM's front half would leave out pictures that its engine has seen: here a request may go to any runtime.
         mm_processor_cache_gb=0,
-        **({"enforce_eager": True} | more),
+        hf_overrides=_complete,
+        **(settings | more),
     )

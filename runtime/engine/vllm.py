@@ -23,10 +23,9 @@ from pydantic import ValidationError
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.worker.utils import AttentionGroup, clear_layer_kv_caches
+from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from runtime.core.device.request import RequestId
 from runtime.core.engine import AHEAD, BadRequest, EngineError, Held, ImageLost, Output, WeightSource
@@ -34,6 +33,7 @@ from runtime.engine import golden, ranks
 from runtime.engine.blocks import Prefixes
 from runtime.engine.golden import Golden
 from runtime.engine.grammars import GrammarReader
+from runtime.engine.groups import layout
 from runtime.engine.moving import MovingScheduler
 from runtime.engine.runner import CoreSteps, DecodeGraphs
 from runtime.engine.worker import Home, as_tensor
@@ -85,7 +85,8 @@ class VllmEngine:
         self.kv_pages_least = kv.pages_for(1 + self._scheduler.groups.most)
         self.owners = home.reservation.owner, kv.reservation.owner
         tables = self._scheduler.groups
-        self.kv_form = KvForm(tables.block_tokens, kv.block_bytes, _layout(core), len(tables.groups))
+        form = layout(tables, self._scheduler, self._worker.model_runner)
+        self.kv_form = KvForm(tables.block_tokens, kv.block_bytes, form, len(tables.groups))
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -109,6 +110,9 @@ class VllmEngine:
         message.request_id = id
         if self.sequential:
             message.cache_salt = ONCE + id  # requests share no prefix blocks, not even of one tenant
+        if self._scheduler.pools != (message.pooling_params is not None):
+            makes = "vectors" if self._scheduler.pools else "text"
+            raise BadRequest(f"the model makes {makes}, and the request wants something else: ask another model")
         if id in self._scheduler.requests:
             raise BadRequest(f"request {id} is here already: a request has its name for itself")
         if begun:
@@ -338,12 +342,14 @@ class VllmEngine:
             log.warning("engine.strays", blocks=len(left), bytes=sum(left.values()), largest=next(iter(left.values())))
         if sequential:
             self.sequential, self._scheduler.max_num_active_reqs = True, 1
-        # With several groups, or layers that forget, a prefix needs matching blocks of every group, and the groups lose
-        # blocks at different times. On several devices the ranks would have to agree on each block.
-        elif self._kept_prefixes.most_bytes and self._scheduler.groups.plain and ranks.size() == 1:
+        elif self._kept_prefixes.most_bytes and self._scheduler.may_keep_prefixes():
             space = self._kept_prefixes.space(self.kv)
             self._prefixes = Prefixes(self._blocks, space, self._scheduler.block_size, self._written)
             self._scheduler.keeps_prefixes = True
+
+    def _same(self, said: list[int], before: list[int]) -> bool:
+        """Whether two answers to the golden question are equal, numbers of vectors within rounding."""
+        return golden.same(said, before, self._core.vllm_config.model_config.dtype, self._scheduler.pools)
 
     def check(self) -> str | None:
         assert not self.ahead, "a step is under way"
@@ -358,7 +364,7 @@ class VllmEngine:
         for where, before, say in asked:
             with golden.pausing(self._model), self._graphs.put_aside():
                 said = say()
-            if said != before:
+            if not self._same(said, before):
                 return self._quarantine(f"it says {said}{where} where it said {before} when it was read from its files")
         if self._activations == 1 and self._graphs.captured and not self._graphs_agree():
             log.warning(
@@ -403,14 +409,15 @@ class VllmEngine:
                 built = Golden(*self._say_both())
             self.take_in()
             moved = Golden(*self._say_both())
-            if not ranks.all_say(lambda: moved == built):
+            same = self._same(moved.first, built.first) and self._same(moved.last, built.last)
+            if not ranks.all_say(lambda: same):
                 now, before = moved.first + moved.last, built.first + built.last
                 raise EngineError(
                     f"the model says {now} once its tensors have moved, and {before} as vLLM built it: part of the "
                     "model reads memory that it gave back"
                 )
             self.home.forget_old()
-            elsewhere = self._say_elsewhere()
+            elsewhere = built.first if self._scheduler.pools else self._say_elsewhere()  # a vector takes a single step
             if not ranks.all_say(lambda: elsewhere == built.first):
                 raise EngineError(
                     f"the model says {elsewhere} once its KV cache lies in other blocks, and {built.first} otherwise: "
@@ -470,7 +477,7 @@ class VllmEngine:
         return f"{GOLDEN_ID}-{self._questions}"
 
     def _say_last(self) -> list[int]:
-        with golden.at_last_positions(self._model, self._scheduler.max_model_len):
+        with golden.at_last_positions(self._model, self._scheduler.max_model_len, self._scheduler.pools):
             return self._say()
 
     def _agrees_with_itself(self) -> bool:
@@ -478,8 +485,11 @@ class VllmEngine:
         if self.kv.blocks < 1 + golden.BATCH * self._golden_blocks:
             return True
         tie = golden.tie(self._core.vllm_config.model_config.dtype)
-        (alone,) = golden.ask(self._core, [self._question_id()], golden.LIKELIEST)
+        likeliest = None if self._scheduler.pools else golden.LIKELIEST
+        (alone,) = golden.ask(self._core, [self._question_id()], likeliest)
         together = golden.ask(self._core, [self._question_id() for _ in range(golden.BATCH)])
+        if self._scheduler.pools:
+            return all(self._same(said.tokens, alone.tokens) for said in together)
         return not any(golden.disagrees(alone, said, tie) for said in together)
 
     def _graphs_agree(self) -> bool:
@@ -502,13 +512,14 @@ class VllmEngine:
             output.new_token_ids,
             None if finish is None else Finish(int(finish)),
             output.stop_reason,
-            self._logprobs(output),
+            self._beside_tokens(output),
             prefill.num_cached_tokens if prefill else 0,
             prefill.num_cache_creation_tokens if prefill else 0,
         )
 
-    def _logprobs(self, output: EngineCoreOutput) -> bytes | None:
-        if output.new_logprobs is None and output.new_prompt_logprobs_tensors is None:
+    def _beside_tokens(self, output: EngineCoreOutput) -> bytes | None:
+        """Log probabilities or the vector of an output, in vLLM's encoding; None for an output with tokens alone."""
+        if (output.new_logprobs, output.new_prompt_logprobs_tensors, output.pooling_output) == (None, None, None):
             return None
         (data,) = self._encoder.encode(
             EngineCoreOutput(
@@ -516,6 +527,7 @@ class VllmEngine:
                 new_token_ids=[],
                 new_logprobs=output.new_logprobs,
                 new_prompt_logprobs_tensors=output.new_prompt_logprobs_tensors,
+                pooling_output=output.pooling_output,
             )
         )
         return bytes(cast(bytes, data))
@@ -547,23 +559,6 @@ class VllmEngine:
         self.kv.reservation.release()
         self.weights.close()
         self.home.leave()
-
-
-def _layout(core: EngineCore) -> str:
-    """Layout of a block, as text: the groups, and for each group the kernels, which order a block to suit the
-    instructions of the processor, and the types of numbers."""
-    assert isinstance(core.scheduler, MovingScheduler)
-    order = core.scheduler.kv_cache_config.kv_cache_layout or ""
-    parts = [part for groups in core.model_executor.driver_worker.worker.model_runner.attn_groups for part in groups]
-    kernels = dict.fromkeys(_kernels(part) for part in parts)
-    return "; ".join(filter(None, (*kernels, order, str(core.scheduler.groups))))
-
-
-def _kernels(part: AttentionGroup) -> str:
-    spec = part.kv_cache_spec
-    types = spec.dtypes if isinstance(spec, MambaSpec) else (getattr(spec, "dtype", ""),)
-    isa = getattr(part.get_metadata_builder(), "isa", "")
-    return " ".join(filter(None, (part.backend.get_name(), isa, *(str(t).removeprefix("torch.") for t in types))))
 
 
 def clean_up_after(error: BaseException, clean_up: Callable[[], object]) -> None:

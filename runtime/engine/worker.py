@@ -206,7 +206,7 @@ class PooledWorker(Worker):
         pause()
         now = building.get()
         now.home = Home(now.device.reserve(now.addresses_bytes))
-        now.check_kinds = lambda: groups.check_kinds(self.get_kv_cache_spec())
+        now.check_kinds = lambda: groups.check_kinds(self.get_kv_cache_spec(), groups.pools(self.vllm_config))
         rotary_embedding._ROPE_DICT.clear()  # else models of equal shape would share tables in the first model's home
         with now.home.packing():
             super().load_model(load_dummy_weights=load_dummy_weights)
@@ -230,13 +230,20 @@ class PooledWorker(Worker):
 
         Whether the blocks get memory is decided later."""
         specs = self.get_kv_cache_spec()
-        groups.check_kinds(specs)
+        groups.check_kinds(specs, groups.pools(self.vllm_config))
+        if not specs:
+            return 0
         stats = building.get().device.stats()
         return min(stats.pages_total * stats.page_bytes, groups.bytes_for_batch(specs, self.vllm_config))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         pause()
         now, plan = building.get(), deepcopy(kv_cache_config)  # the scheduler keeps vLLM's plan
+        if not plan.kv_cache_groups:  # an encoder: vLLM's books have the null block alone
+            kv_cache_config.num_blocks = plan.num_blocks = 1
+            now.kv = KvRegion(now.device, now.device.page_bytes, 1)
+            super().initialize_from_config(plan)
+            return
         now.kv = KvRegion(now.device, groups.together(plan), plan.num_blocks)
         pages = groups.without_gaps(plan) if current_platform.is_cpu() and groups.latent(plan) else 1
         super().initialize_from_config(plan)
@@ -264,7 +271,8 @@ class PooledWorker(Worker):
             take_back(kv.reservation, 0, size)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> contextlib.AbstractContextManager[Any]:
-        return _KvAllocation(building.get().kv) if tag == "kv_cache" else contextlib.nullcontext()
+        kept = tag == "kv_cache" and self.get_kv_cache_spec()
+        return _KvAllocation(building.get().kv) if kept else contextlib.nullcontext()
 
 
 def _check_positions(model: torch.nn.Module, max_model_len: int) -> None:

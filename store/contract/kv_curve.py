@@ -101,6 +101,18 @@ class KvCurve(Generic[Size]):
         return self.bytes(tokens) - self.token_bytes * tokens
 
 
+class KvForm(msgspec.Struct, frozen=True):
+    """Form of the blocks of a model's KV cache. Two engines can read each other's blocks only if forms are equal."""
+
+    tokens: int  # of a block; the fewest if groups of layers have blocks of several lengths
+    bytes: int  # size of a block over the layers of a group
+    layout: str  # groups, types, order and attention kernels, in the engine's words
+    groups: int = 1  # groups of layers, each with blocks of its own
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens in {self.bytes} bytes, {self.layout}"
+
+
 def written_bytes(kept: Sequence[KeptLayers]) -> int:
     """Bytes of KV cache that a token writes, whether or not the layers keep the token for long."""
     return sum([each.layers * each.bytes for each in kept if each.kind is not LayerKind.STATE])

@@ -17,7 +17,9 @@ from store.contract.elapsed import Course as Course
 from store.contract.elapsed import Elapsed
 from store.contract.elapsed import Spent as Spent
 from store.contract.kv_curve import KeptLayers, KvCurve, curve_of
+from store.contract.kv_curve import KvForm as KvForm
 from store.contract.priorities import Priority
+from store.contract.tasks import Task
 
 VERSION = 1
 
@@ -136,6 +138,13 @@ class EngineSpec(Message, frozen=True, kw_only=True, tag="EngineSpec"):
     kv_layers: tuple[KeptLayers, ...] | msgspec.UnsetType = msgspec.UNSET
     # Windows of the week in which the image stays in the host cache (store/contract/warm). Unset: there are none.
     warm: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    # What the model makes. Unset: text, and the message is as before there was the field.
+    task: Task | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def pools(self) -> bool:
+        """Whether the model answers with vectors. A vector comes in `logprobs` of a delta without tokens."""
+        return self.task is not msgspec.UNSET and self.task.pools
 
     @property
     def kv(self) -> KvCurve[int]:
@@ -244,7 +253,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     at: int  # index of tokens[0] in the stream's output: deltas of a stream join without gap or repeat
     finish: Finish | None = None
     stop_reason: int | str | None = None
-    logprobs: bytes | None = None  # the engine's own encoding
+    logprobs: bytes | None = None  # the engine's own encoding of log probabilities, or of a model's vector
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; set on the first delta
     error: str = ""  # with finish == ERROR or LOST: a sentence for the client
     suspect: bool = False  # with finish == LOST: the stream was in the step in which the engine failed
@@ -311,18 +320,6 @@ class Control(Message, frozen=True, kw_only=True, tag="Control"):
     model: str  # empty: every model
     op: str  # sleep | wake | forget
     salt: str | msgspec.UnsetType = msgspec.UNSET  # for `forget`: cache salt of the tenant whose prefixes go
-
-
-class KvForm(msgspec.Struct, frozen=True):
-    """Form of the blocks of a model's KV cache. Two engines can read each other's blocks only if forms are equal."""
-
-    tokens: int  # of a block; the fewest if groups of layers have blocks of several lengths
-    bytes: int  # size of a block over the layers of a group
-    layout: str  # groups, types, order and attention kernels, in the engine's words
-    groups: int = 1  # groups of layers, each with blocks of its own
-
-    def __str__(self) -> str:
-        return f"{self.tokens} tokens in {self.bytes} bytes, {self.layout}"
 
 
 class Prepare(Message, frozen=True, kw_only=True, tag="Offer"):

@@ -68,6 +68,7 @@ def engine_of(spec: Spec, model: StoredModel) -> wire.EngineSpec:
         replicas=replicas,
         reasoning_parser=spec.reasoning_parser or "",
         language_model_only=text or msgspec.UNSET,
+        task=artefact.task if artefact.task.pools else msgspec.UNSET,
         warm=spec.warm or msgspec.UNSET,
     )
 

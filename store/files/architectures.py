@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from store.contract.tasks import Task
+
 
 class Support(Enum):
     """Staccato's support of an architecture. The value is the word that people read."""
@@ -19,6 +21,8 @@ class Support(Enum):
     SERVED = "served"
     PICTURES = "served, with pictures"
     TEXT = "served as text"
+    EMBEDS = "served, makes embeddings"
+    SCORES = "served, makes scores"
     NOT_YET = "not yet"
 
 
@@ -47,7 +51,8 @@ class ModelForm(msgspec.Struct, frozen=True):
     is_encoder_decoder: Any = None
 
 
-NO_TEXT = "the model makes embeddings, scores or labels, and no text, and Staccato has no endpoint for these answers"
+POOLED = "no embeddings, scores or labels of this architecture were ever compared here with those of bare vLLM"
+TOKENWISE = "the model answers with a vector or a label for each token, and Staccato sends one answer for each text"
 DRAFTS = "the model drafts tokens for a larger model, and Staccato does not run drafts: deploy the larger model alone"
 INSIDE = "the name is one that vLLM uses inside: give the model's original config.json"
 UNBUILT = "no model of this architecture was ever built here and compared with bare vLLM"
@@ -104,6 +109,15 @@ _PICTURES_DEAF_TEXT_MEASURED = """
 Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration Qwen2_5OmniForConditionalGeneration
 Qwen2_5OmniModel Qwen3OmniMoeForConditionalGeneration
 """
+# Encoders keep nothing between two steps: each token attends to the whole text, and a text is computed in one step.
+_ENCODERS_EMBED_MEASURED = "BertModel ModernBertModel RobertaModel XLMRobertaModel"
+_ENCODERS_SCORE_MEASURED = """
+BertForSequenceClassification ModernBertForSequenceClassification RobertaForSequenceClassification
+XLMRobertaForSequenceClassification
+"""
+_DECODERS_EMBED_MEASURED = "LlamaModel MistralModel Qwen2Model"
+# Decoders that make text, and embeddings if the model comes with the file modules.json of sentence-transformers.
+EITHER_MEASURED = frozenset("LlamaForCausalLM MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM".split())
 _DEAF_MEASURED = """
 AudioFlamingo3ForConditionalGeneration GraniteSpeechForConditionalGeneration GraniteSpeechPlusForConditionalGeneration
 LlavaNextVideoForConditionalGeneration Qwen2AudioForConditionalGeneration
@@ -180,18 +194,19 @@ LongCatFlashMTPModel MedusaModel MiMoMTPModel MiMoV2MTPModel MiMoV2OmniMTPModel 
 NemotronHMTPModel OpenPanguMTPModel PEagleDraftModel PeagleLlamaForCausalLM PeagleQwen3ForCausalLM Qwen3DSparkModel
 Qwen3NextMTP Qwen3OmniDSparkModel Qwen3_5MTP Qwen3_5MoeMTP Qwen4ExpMTP Step3p5MTP
 """,
-    NO_TEXT: """
-BertForMaskedLM BertForSequenceClassification BertForTokenClassification BertModel BertSpladeSparseEmbeddingModel
-BgeM3EmbeddingModel CLIPModel ClefOmniForJointSchema ColBERTJinaRobertaModel ColBERTLfm2Model ColBERTModernBertModel
-ColModernVBertForRetrieval ColPaliForRetrieval ColQwen3 ColQwen3_5 DeepseekV3BidirectionalModel EmbeddingGemma2Model
-GPT2ForSequenceClassification Gemma2Model Gemma3TextModel GteModel GteNewForSequenceClassification GteNewModel
-HF_ColBERT InternLM2ForRewardModel JambaForSequenceClassification JinaEmbeddingsV5Model JinaForRanking JinaVLForRanking
-LlamaBidirectionalForSequenceClassification LlamaBidirectionalModel LlamaModel LlamaNemotronVLForSequenceClassification
-LlamaNemotronVLModel MistralModel ModernBertForSequenceClassification ModernBertForTokenClassification ModernBertModel
-NomicBertModel OpenAIPrivacyFilterForTokenClassification OpsColQwen3Model Qwen2ForProcessRewardModel Qwen2ForRewardModel
-Qwen2Model Qwen3ASRForcedAlignerForTokenClassification Qwen3VLNemotronEmbedModel RobertaForMaskedLM
-RobertaForSequenceClassification RobertaForTokenClassification RobertaModel SiglipModel Terratorch
-VoyageQwen3BidirectionalEmbedModel XLMRobertaForSequenceClassification XLMRobertaForTokenClassification XLMRobertaModel
+    POOLED: """
+CLIPModel DeepseekV3BidirectionalModel EmbeddingGemma2Model GPT2ForSequenceClassification Gemma2Model Gemma3TextModel
+GteModel GteNewForSequenceClassification GteNewModel InternLM2ForRewardModel JambaForSequenceClassification
+JinaEmbeddingsV5Model JinaForRanking JinaVLForRanking LlamaBidirectionalForSequenceClassification
+LlamaBidirectionalModel LlamaNemotronVLForSequenceClassification LlamaNemotronVLModel NomicBertModel Qwen2ForRewardModel
+Qwen3VLNemotronEmbedModel SiglipModel Terratorch VoyageQwen3BidirectionalEmbedModel
+""",
+    TOKENWISE: """
+BertForMaskedLM BertForTokenClassification BertSpladeSparseEmbeddingModel BgeM3EmbeddingModel ClefOmniForJointSchema
+ColBERTJinaRobertaModel ColBERTLfm2Model ColBERTModernBertModel ColModernVBertForRetrieval ColPaliForRetrieval ColQwen3
+ColQwen3_5 HF_ColBERT ModernBertForTokenClassification OpenAIPrivacyFilterForTokenClassification OpsColQwen3Model
+Qwen2ForProcessRewardModel Qwen3ASRForcedAlignerForTokenClassification RobertaForMaskedLM RobertaForTokenClassification
+XLMRobertaForTokenClassification
 """,
 }
 
@@ -207,6 +222,10 @@ TABLE: dict[str, Served] = {
     ),
     **dict.fromkeys(_PICTURES_DEAF_TEXT_MEASURED.split(), Served(Support.PICTURES, text_measured=True, reason=DEAF)),
     **dict.fromkeys(_DEAF_MEASURED.split(), Served(Support.TEXT, text_measured=True, reason=DEAF)),
+    **dict.fromkeys(
+        [*_ENCODERS_EMBED_MEASURED.split(), *_DECODERS_EMBED_MEASURED.split()], Served(Support.EMBEDS, measured=True)
+    ),
+    **dict.fromkeys(_ENCODERS_SCORE_MEASURED.split(), Served(Support.SCORES, measured=True)),
     **{name: Served(Support.NOT_YET, reason=why) for why, names in _REFUSED.items() for name in names.split()},
 }
 # Kinds of layers in config.json, by what they keep for a request.
@@ -215,19 +234,43 @@ INDICES = {"indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attent
 INDICES |= {"compressed_sparse_attention", "heavily_compressed_attention"}
 
 
-def refusal(architecture: str, form: ModelForm | None) -> str | None:
+ENCODERS = frozenset([*_ENCODERS_EMBED_MEASURED.split(), *_ENCODERS_SCORE_MEASURED.split()])
+
+
+def task_of(architecture: str, sentence_transformers: bool) -> Task:
+    """Return what a model makes of a prompt.
+
+    Args:
+        architecture: the name in the model's config.json.
+        sentence_transformers: whether modules.json is among the model's files.
+    """
+    support = TABLE[architecture].support if architecture in TABLE else Support.SERVED
+    if support is Support.SCORES:
+        return Task.CLASSIFY
+    return Task.EMBED if sentence_transformers or support is Support.EMBEDS else Task.GENERATE
+
+
+def refusal(architecture: str, form: ModelForm | None, sentence_transformers: bool = False) -> str | None:
     """Return why a model is not served, in words for whoever registers the model; None if the model is served.
 
     Args:
         architecture: the name in the model's config.json. For a name that the table lacks, only the form is judged.
         form: fields of the language model's config; None if the form was judged before.
+        sentence_transformers: whether modules.json is among the model's files.
     """
     known = TABLE.get(architecture)
     states = architecture in [*_STATES_MEASURED.split(), *_PICTURES_STATES_TEXT_MEASURED.split()]
     why = _of_form(form, states) if form else None
+    if why is None and sentence_transformers and known is not None and not _embeds(architecture, known):
+        why = f"modules.json says that the model makes embeddings, and {POOLED}"
     if why is None and known is not None and known.support is Support.NOT_YET:
         why = known.reason
     return f"{architecture} is not served yet: {why}" if why else None
+
+
+def _embeds(architecture: str, known: Served) -> bool:
+    pools = known.support in (Support.EMBEDS, Support.SCORES)
+    return pools or known.support is Support.NOT_YET or architecture in EITHER_MEASURED
 
 
 def language_model_only(architecture: str, asked: bool) -> bool:

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from store.contract.kv_curve import KeptLayers, written_bytes
+from store.contract.tasks import Task
 from store.files import safetensors
-from store.files.architectures import Known, refusal
+from store.files.architectures import ENCODERS, Known, refusal, task_of
 from store.files.model_config import Config, TextConfig
 
 CONFIG_MOST = 4 << 20  # bytes of a config file
@@ -34,6 +35,14 @@ CONFIGS = (
     "processor_config.json",
     "chat_template.json",
 )
+# Files of sentence-transformers. They decide on a model's vectors, and belong to the digests of models with vectors.
+MODULES, POOLING = "modules.json", "1_Pooling/config.json"
+SENTENCES = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_xlm-roberta_config.json",
+)
+VECTOR_CONFIGS = (MODULES, POOLING, "config_sentence_transformers.json", *SENTENCES)
 TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -63,7 +72,8 @@ vision vision_backbone vision_embed_tokens vision_encoder vision_language_adapte
 vision_projector vision_tower vpm vte
 """.split()
 )
-LEARNED = ("wpe.weight", "decoder.embed_positions.weight")  # tables of learned positions of language models
+# Tables of learned positions of language models.
+LEARNED = ("wpe.weight", "decoder.embed_positions.weight", "embeddings.position_embeddings.weight")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 _TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -94,6 +104,10 @@ class Artefact:
     context_tokens: int
     files: tuple[File, ...]
     kv_layers: tuple[KeptLayers, ...] = ()  # at two bytes an element; empty: every layer keeps every token
+
+    @property
+    def task(self) -> Task:
+        return task_of(self.architecture, any(file.name == MODULES for file in self.files))
 
     def weight_bytes_as(self, dtype: str, language_model_only: bool = False) -> int:
         """Return the size of the weights in memory under a dtype, without towers if the language model is alone.
@@ -141,6 +155,17 @@ class TokenizerConfig(msgspec.Struct, frozen=True):
     model_max_length: float | None = None
 
 
+class SentenceModule(msgspec.Struct, frozen=True):
+    """A part of a model of sentence-transformers: the transformer, the pooling, a normalisation, a further layer."""
+
+    type: str
+    path: str = ""
+
+
+class SentenceConfig(msgspec.Struct, frozen=True):
+    max_seq_length: int | None = None
+
+
 class WeightIndex(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
 
@@ -159,18 +184,20 @@ class _Folder:
         hub = self._folder.parent.name == "snapshots"
         self._roots, self._bounds = roots, self._folder.parents[1] if hub else self._folder
         self._names = sorted(path.name for path in self._folder.iterdir())
+        self._names += [POOLING] if (self._folder / POOLING).is_file() else []
 
     def artefact(self, known: Known, progress: Progress) -> Artefact:
         config = self._config(known)
         headers = self._weights()
         self._check_tokenizer()
         sizes = config.inner() or config
-        kept = sizes.kept_layers() or config.kept_layers()
-        if not kept:
+        kept = [] if config.architectures[0] in ENCODERS else sizes.kept_layers() or config.kept_layers()
+        if not kept and config.architectures[0] not in ENCODERS:
             raise ArtefactRefused(
                 "config.json does not say how many layers and heads the model has: give its original file"
             )
-        files = self._hash([*(n for n in (*CONFIGS, *TOKENIZERS, INDEX) if n in self._names), *headers], progress)
+        read = (*CONFIGS, *TOKENIZERS, INDEX, *(VECTOR_CONFIGS if self._task(config).pools else ()))
+        files = self._hash([*(name for name in read if name in self._names), *headers], progress)
         files = [replace(file, tower_bytes=_tower_bytes(headers.get(file.name))) for file in files]
         by_dtype: dict[str, int] = {}
         for header in headers.values():
@@ -185,7 +212,7 @@ class _Folder:
             dtype=_TORCH_DTYPES.get(most, most.lower()),
             weight_bytes=sum(by_dtype.values()),
             kv_bytes_per_token=written_bytes(kept),
-            context_tokens=self._context_tokens(sizes, {} if config.inner() else headers),
+            context_tokens=self._context_tokens(sizes, {} if config.inner() else headers, self._task(config).pools),
             files=tuple(files),
             kv_layers=tuple(kept),
         )
@@ -205,8 +232,10 @@ class _Folder:
             raise ArtefactRefused(
                 f"architecture {config.architectures[0]!r} is not one that this version's vLLM serves"
             )
-        if why := refusal(config.architectures[0], config.inner() or config):
+        if why := refusal(config.architectures[0], config.inner() or config, MODULES in self._names):
             raise ArtefactRefused(why)
+        if self._task(config).pools and MODULES in self._names:
+            self._check_modules()
         own = known.model_types is None or config.model_type in known.model_types
         if config.auto_map is not None and not own:
             raise ArtefactRefused(
@@ -214,6 +243,26 @@ class _Folder:
                 f"for model_type {config.model_type!r}: use a model that vLLM knows by itself"
             )
         return config
+
+    def _task(self, config: Config) -> Task:
+        return task_of(config.architectures[0], MODULES in self._names)
+
+    def _check_modules(self) -> None:
+        """Refuse a model of sentence-transformers with parts beside transformer, pooling and normalisation."""
+        for module in self._json(MODULES, list[SentenceModule]):
+            kind = module.type.rsplit(".", 1)[-1]
+            if kind not in ("Transformer", "Pooling", "Normalize"):
+                raise ArtefactRefused(
+                    f"{MODULES} names a part {kind!r}, and only Transformer, Pooling and Normalize are served: choose "
+                    "a model without the part"
+                )
+            folder = POOLING.partition("/")[0]
+            if kind == "Pooling" and module.path != folder:
+                raise ArtefactRefused(
+                    f"{MODULES} says that the pooling is in {module.path!r}: call the folder {folder}"
+                )
+            if kind == "Pooling" and POOLING not in self._names:
+                raise ArtefactRefused(f"{MODULES} names a pooling, and there is no {POOLING}: add the model's own")
 
     def _check_tokenizer(self) -> None:
         if not any(needed <= set(self._names) for needed in TOKENIZER_SETS):
@@ -229,8 +278,9 @@ class _Folder:
     def _tokenizer_config(self) -> TokenizerConfig:
         return self._json("tokenizer_config.json", TokenizerConfig)
 
-    def _context_tokens(self, sizes: TextConfig, headers: dict[str, safetensors.Header]) -> int:
-        """Return the context, in tokens: as in vLLM, the smaller limit of config and tokenizer.
+    def _context_tokens(self, sizes: TextConfig, headers: dict[str, safetensors.Header], pools: bool) -> int:
+        """Return the context, in tokens: as in vLLM, the smaller limit of config and tokenizer, and if the model
+        `pools`, of sentence-transformers.
 
         An unset limit of a tokenizer is absurdly large. Raises Refused if a table of positions, computed or among the
         weights in `headers`, has fewer rows than the config's limit."""
@@ -246,6 +296,8 @@ class _Folder:
                     f"config.json allows {tokens} positions, and {name} has {rows} rows: set max_position_embeddings "
                     f"to {rows}, or give the model's own weights"
                 )
+        for name in (name for name in SENTENCES if name in self._names and pools):
+            tokens = min(tokens, self._json(name, SentenceConfig).max_seq_length or tokens)
         if "tokenizer_config.json" in self._names and (limit := self._tokenizer_config().model_max_length):
             return max(1, int(min(tokens, limit)))
         return tokens

@@ -129,6 +129,7 @@ class Blobs:
 
     def _link(self, files: Mapping[str, str], folder: Path) -> None:
         for name, sha256 in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)  # a file may lie in a folder below: 1_Pooling/config.json
             try:
                 os.link(self.folder / "blobs" / sha256, folder / name)
             except FileNotFoundError as error:

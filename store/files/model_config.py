@@ -32,6 +32,7 @@ PATTERNS = {
     "qwen3_next": ("linear_attention", 4),
 }
 OPTIONAL_WINDOWS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")  # without use_sliding_window: no window
+ROBERTA = ("roberta", "xlm-roberta")
 YARN = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")  # kinds of rope for which vLLM makes a table
 
 
@@ -102,6 +103,7 @@ class TextConfig(StateConfig, frozen=True):
     max_seq_len: int | None = None
     seq_length: int | None = None
     model_max_length: int | None = None
+    pad_token_id: Any = None
     rope_parameters: Any = None
     rope_scaling: Any = None
 
@@ -114,6 +116,7 @@ class TextConfig(StateConfig, frozen=True):
         return min((number for number in rows if number), default=None)
 
     def context_tokens(self) -> int:
+        """Return the most tokens of a request. RoBERTa counts positions from the padding token's number plus one."""
         named = (
             self.max_position_embeddings,
             self.n_positions,
@@ -122,7 +125,8 @@ class TextConfig(StateConfig, frozen=True):
             self.seq_length,
             self.model_max_length,
         )
-        return min((number for number in named if number), default=CONTEXT_DEFAULT)
+        first = 1 + _whole(self.pad_token_id) if self.model_type in ROBERTA else 0
+        return min((number for number in named if number), default=CONTEXT_DEFAULT) - first
 
     # ── KV cache ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -21,7 +21,7 @@ from runtime.core.turns.turn import RoundRobin
 from runtime.device.journal import EventRecord, event_of, read, recorded
 from runtime.migration import transport
 from runtime.sim.replay import compare
-from store.contract import quotas, views, wire
+from store.contract import limits, views, wire
 
 FOLDER = Path(__file__).parent
 MESSAGES: dict[str, str] = json.loads((FOLDER / "messages-71e32b0.json").read_text())
@@ -30,7 +30,7 @@ MESSAGES: dict[str, str] = json.loads((FOLDER / "messages-71e32b0.json").read_te
 def tagged() -> dict[str, type[msgspec.Struct]]:
     """Classes of messages by their tag on the wire."""
     found: dict[str, type[msgspec.Struct]] = {}
-    for module in (wire, views, quotas, transport):
+    for module in (wire, views, limits, transport):
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__:
                 tag = value.__struct_config__.tag

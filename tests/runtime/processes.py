@@ -22,12 +22,14 @@ SOON_S = 120
 
 
 class DeviceProcess:
-    """A device process. `state`: the last state told; `said`, `cached`: by stream, tokens and cached tokens."""
+    """A device process. `state` is the last state told. By stream, `said`, `cached` and `beside` are tokens, cached
+    tokens, and what the last delta has beside tokens."""
 
     end: ipc.NodeEnd
     state: ipc.State
     said: dict[int, list[int]]
     cached: dict[int, int]
+    beside: dict[int, bytes | None]
     ended: dict[int, tuple[Finish, str]]
 
     @classmethod
@@ -54,6 +56,7 @@ class DeviceProcess:
         self.state = ipc.State()
         self.said = {}
         self.cached = {}
+        self.beside = {}
         self.ended = {}
         self._streams = 0
         self._news = asyncio.Condition()
@@ -73,23 +76,29 @@ class DeviceProcess:
             case ipc.Made(deltas):
                 for delta in deltas["g"]:
                     self.said[delta.stream] += delta.tokens
+                    self.beside[delta.stream] = delta.logprobs
                     self.cached[delta.stream] = self.cached.get(delta.stream, 0) + delta.cached_tokens
                     if delta.finish is not None:
                         self.ended[delta.stream] = (delta.finish, delta.error)
 
     def ask(self, model: str, asked: dict[str, Any], salt: str = "") -> int:
+        sampling = {key: value for key, value in asked.items() if key != "prompt"}
+        written = payload(asked["prompt"], salt, **sampling, ignore_eos=True)
+        return self.send(model, written, len(asked["prompt"]), asked["max_tokens"])
+
+    def send(self, model: str, written: bytes, prompt_tokens: int, max_tokens: int) -> int:
+        """Send a request whose payload is `written`. Returns the request's stream."""
         self._streams += 1
         self.said[self._streams] = []
-        sampling = {key: value for key, value in asked.items() if key != "prompt"}
         run = Run(
             gateway="g",
             stream=self._streams,
             model=model,
             request="",
             attempt=1,
-            prompt_tokens=len(asked["prompt"]),
-            max_tokens=asked["max_tokens"],
-            payload=payload(asked["prompt"], salt, **sampling, ignore_eos=True),
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            payload=written,
             engine="",
         )
         self.end.send(ipc.Start(run))

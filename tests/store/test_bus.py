@@ -12,7 +12,7 @@ from store import bus as bus_module
 from store import parts
 from store.bus import Bus, BusError, NoAnswer, TooLarge
 from store.contract import wire
-from store.contract.quotas import Account
+from store.contract.limits import Account
 from store.parts import REQUEST_MOST
 from store.tasks import ended, within
 from tests.conftest import NatsServer, free_port, soon

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from store.files.architectures import TABLE, Served, Support
+from store.files.architectures import EITHER_MEASURED, TABLE, Served, Support
 
 PAGE = Path(__file__).with_suffix(".md")
 INTRODUCTION = """\
@@ -20,7 +20,8 @@ The page is written by `python deploy/docs/manual/architectures.py` from the tab
 test holds the table against the names in vLLM's registry.
 
 - **Measured**: the model's tokens were compared with those of bare vLLM, and were equal, also after the model had been
-  parked in mid-answer. The models measured were tiny, with random weights, on CPUs.
+  parked in mid-answer. Vectors of embeddings and scores were equal but for rounding. The models measured
+  were tiny, with random weights, on CPUs.
 - **Measured as text**: the same comparison, for deployments with `--language-model-only`. Answers about pictures are
   expected to be right, and were not compared. The golden question of each build finds a model that answers wrongly.
 
@@ -29,16 +30,21 @@ An architecture is served if the tests build a model of the architecture: `make 
 Some architectures come in several forms. Staccato refuses these forms of architectures that are served otherwise:
 layers of linear attention, Mamba or convolution in architectures that are not measured with such layers, sparse
 attention with an index, and encoder-decoder models.
+
+A model with the file `modules.json` of sentence-transformers makes embeddings. The architecture must be one of those
+below under "makes embeddings", or {either}.
+The parts of such a model may be the transformer, a pooling in the folder `1_Pooling`, and a normalisation.
 """
 
 
 def page() -> str:
     """Return the text of the page."""
-    return "\n".join([INTRODUCTION, *_sections()])
+    either = ", ".join(f"`{name}`" for name in sorted(EITHER_MEASURED))
+    return "\n".join([INTRODUCTION.format(either=either), *_sections()])
 
 
 def _sections() -> Iterator[str]:
-    for support in (Support.SERVED, Support.PICTURES, Support.TEXT):
+    for support in (Support.SERVED, Support.PICTURES, Support.TEXT, Support.EMBEDS, Support.SCORES):
         yield f"## {support.value.capitalize()}\n"
         for word in ("Measured", "Measured as text"):
             lines = {name: line for name, line in TABLE.items() if line.support is support and _word(line) == word}

@@ -176,7 +176,9 @@ class Model:
         """Approximate number of KV pages wanted once requests that hold `kv_bytes` have joined the running requests.
 
         Includes a page for the memory lost where requests end within a block. The engine tells the exact number once
-        the engine has the requests."""
+        the engine has the requests. Requests of an encoder keep nothing, and the engine has no further page."""
+        if not kv_bytes and self.spec.pools:
+            return held.kv_wanted
         own = held.kv_wanted if self.queues.running else 0  # without running requests `kv_wanted` is what a check needs
         return max(held.kv_wanted, own + self.kv_pages(kv_bytes) + 1)
 

@@ -84,6 +84,8 @@ class Requests:
             if request is None:  # the request was cancelled while the step ran
                 continue
             progress, made = request.progress, len(output.tokens)
+            if output.finish is Finish.STOP and not made and not progress.sent:
+                made = 1  # a vector is an answer of one piece, due when a first token would be
             effects.append(Tell(request, progress.sent, output))
             if made:
                 if not request.computed:

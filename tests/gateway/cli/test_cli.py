@@ -43,7 +43,7 @@ from tests.conftest import ROOT, NatsServer, free_port
 from tests.gateway.hub import COMMIT, Hub, serving
 
 MODELS = ROOT / "deploy" / "demo" / "models"
-KNOWN = Known(frozenset({"LlamaForCausalLM", "Qwen3ForCausalLM", "OPTForCausalLM", "PhiForCausalLM"}))
+KNOWN = Known(frozenset({"LlamaForCausalLM", "Qwen3ForCausalLM", "OPTForCausalLM", "PhiForCausalLM", "BertModel"}))
 
 
 NUMBERS = itertools.count(1)

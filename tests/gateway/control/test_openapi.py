@@ -43,7 +43,7 @@ async def test_every_route_is_described_and_every_described_one_is_there(
     routes = [route for route in (*plane.app.routes, *health.routes()) if isinstance(route, Route)]
     served = {(method, route.path) for route in routes for method in (route.methods or {"GET"}) - {"HEAD"}}
     served = {(method, path) for method, path in served if path != "/api/v1/{path:path}"}
-    named = [*offered.GENERATING, *offered.REPEATING]
+    named = offered.ROUTES
     for before in ("", "/t/{tenant}"):
         served |= {("POST", before + path) for path in named}
         served |= {("GET", before + path) for path in (offered.MODELS, offered.MODELS + "/{name}")}

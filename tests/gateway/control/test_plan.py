@@ -11,6 +11,7 @@ from runtime.config import RuntimeSettings
 from store.contract import wire
 from store.contract.deployments import Spec
 from store.contract.kv_curve import KeptLayers, KvBlocks, LayerKind, written_bytes
+from store.contract.tasks import Task
 from store.contract.wire import Lease, ModelState, Residency, Spread
 from tests.conftest import ROOT
 from tests.gateway.plane import Plane, made
@@ -67,6 +68,12 @@ def test_the_longest_request_takes_what_an_engine_holds_for_it(name: str, held_k
     assert here.longest_requests == room // here.longest_request_bytes == here.kv_tokens // 4097
     rough = on(wire.replace(lease, block_tokens=0), engine)
     assert abs(rough.longest_request_bytes - here.longest_request_bytes) <= block * len(KEPT[name]) * 5
+
+
+def test_the_requests_of_an_encoder_take_no_room() -> None:
+    here = on(LEASE, wire.replace(ENGINE, kv_bytes_per_token=0, task=Task.EMBED))
+    assert here.fits and here.longest_request_bytes == 0
+    assert (here.kv_tokens, here.kv_tokens_now, here.longest_requests) == (None, None, None)
 
 
 def test_a_window_needs_room_for_a_piece_of_the_prompt() -> None:

@@ -24,8 +24,7 @@ from gateway.core.allowance import (
     exchanged,
     units_left,
 )
-from store.contract.limits import Budget, Limits
-from store.contract.quotas import Account, Level
+from store.contract.limits import Account, Budget, Level, Limits
 from store.contract.wire import decode, encode
 
 MONTH = "2026-11"

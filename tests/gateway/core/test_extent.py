@@ -15,6 +15,7 @@ LIMITS = ExtentLimits(
     answers_max=4,
     messages_max=3,
     entries_max=2,
+    inputs_max=4,
     pictures_max=2,
     logprobs_max=5,
     prompt_logprobs_max=1,
@@ -70,6 +71,36 @@ TOO_MUCH: dict[str, tuple[dict[str, object], str, int, int]] = {
 }
 
 
+TEXT = "a" * 30
+# Calls for vectors and scores.
+TOO_MANY_INPUTS: dict[str, tuple[dict[str, object], str, int, int]] = {
+    "texts": ({"input": ["a"] * 5}, "input", 5, 4),
+    "lists of tokens": ({"input": [[1, 2]] * 5}, "input", 5, 4),
+    "conversations": ({"input": [[MESSAGE]] * 5}, "input", 5, 4),
+    "messages": ({"input": [MESSAGE] * 4}, "input", 4, 3),
+    "messages of conversations": ({"input": [[{"content": [""] * 2}] * 2] * 2}, "input", 8, 3),
+    "documents": ({"query": "a", "documents": ["a"] * 5}, "documents", 5, 4),
+    "queries": ({"queries": ["a"] * 5, "documents": ["a"]}, "queries", 5, 4),
+    "items": ({"queries": "a", "items": ["a"] * 6}, "items", 6, 4),
+    "first texts": ({"text_1": ["a"] * 5, "text_2": "a"}, "text_1", 5, 4),
+    "second texts": ({"text_1": "a", "text_2": ["a"] * 5}, "text_2", 5, 4),
+    "first data": ({"data_1": ["a"] * 5, "data_2": "a"}, "data_1", 5, 4),
+    "second data": ({"data_1": "a", "data_2": [{"content": []}] * 5}, "data_2", 5, 4),
+    "very many texts": ({"input": ["a"] * (DENSE + 2)}, "input", 4 * (DENSE + 2) + 1, 100),
+    "bytes of texts": ({"input": [TEXT] * 4}, "input", 133, 100),
+    "bytes of tokens": ({"input": [100] * 26}, "input", 105, 100),
+    "bytes of documents": ({"query": "a", "documents": [TEXT] * 3}, "documents", 109, 100),
+    "a query for each document": ({"query": TEXT, "documents": ["a"] * 3}, "query", 109, 100),
+    "a query alone in a list": ({"queries": [TEXT], "documents": ["a"] * 3}, "queries", 115, 100),
+    "an instruction for each text": (
+        {"instruction": TEXT, "text_1": "a", "text_2": ["a"] * 3},
+        "instruction",
+        118,
+        100,
+    ),
+}
+
+
 def ask(body: dict[str, object]) -> BodyExtent:
     return msgspec.json.decode(json.dumps(body, separators=(",", ":")), type=BodyExtent)
 
@@ -80,6 +111,39 @@ def test_what_exceeds_a_bound_is_named_with_both_numbers(case: str) -> None:
     excess = first_excess(ask(body), LIMITS)
     assert excess is not None and (excess.field, excess.asked, excess.allowed) == (field, asked, allowed)
     assert str(asked) in str(excess) and str(allowed) in str(excess)
+
+
+@pytest.mark.parametrize("case", TOO_MANY_INPUTS)
+def test_what_exceeds_a_bound_of_inputs_is_named_with_both_numbers(case: str) -> None:
+    body, field, asked, allowed = TOO_MANY_INPUTS[case]
+    excess = first_excess(ask(body), LIMITS, pools=True)
+    assert excess is not None and (excess.field, excess.asked, excess.allowed) == (field, asked, allowed)
+    assert str(asked) in str(excess) and str(allowed) in str(excess)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": "a"},
+        {"input": ["a,b,c,d,e,f"] * 4},
+        {"input": list(range(30))},
+        {"input": [[1, 2, 3, 4, 5, 6]] * 4},
+        {"input": [MESSAGE] * 3},
+        {"query": TEXT, "documents": ["a", "b"]},
+        {"text_1": [TEXT, "b"], "text_2": ["c", TEXT]},
+        {"messages": [MESSAGE] * 3},
+    ],
+)
+def test_inputs_within_the_bounds_pass(body: dict[str, object]) -> None:
+    assert first_excess(ask(body), LIMITS, pools=True) is None
+
+
+def test_a_call_of_the_most_texts_with_many_tokens_passes_the_default_bounds() -> None:
+    assert first_excess(ask({"input": [[7] * 1000] * 256}), ExtentLimits(), pools=True) is None
+
+
+def test_items_of_a_request_for_text_are_no_inputs() -> None:
+    assert first_excess(ask({"input": [MESSAGE] * 300}), ExtentLimits()) is None
 
 
 def test_a_picture_is_counted_however_its_name_is_written() -> None:
@@ -123,10 +187,10 @@ anything = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from(BodyExtent.__struct_fields__), anything))
-def test_no_body_however_odd_is_an_error_here(body: dict[str, object]) -> None:
+@given(st.dictionaries(st.sampled_from(BodyExtent.__struct_fields__), anything), st.booleans())
+def test_no_body_however_odd_is_an_error_here(body: dict[str, object], pools: bool) -> None:
     text = json.dumps(body).replace("NaN", "null").replace("-Infinity", "-1e999").replace("Infinity", "1e999")
-    first_excess(msgspec.json.decode(text, type=BodyExtent), LIMITS)
+    first_excess(msgspec.json.decode(text, type=BodyExtent), LIMITS, pools=pools)
 
 
 def commas(value: object) -> int:

@@ -21,8 +21,7 @@ from gateway.inference.meter import MeteredCall
 from store.bus import Bus
 from store.contract import wire
 from store.contract.deployments import Slo
-from store.contract.limits import NO_LIMITS, Budget, Limits
-from store.contract.quotas import Account
+from store.contract.limits import NO_LIMITS, Account, Budget, Limits
 from store.db import billing, tenants, usage
 from store.db.database import Database, now_us
 from store.db.tenants import SCOPES

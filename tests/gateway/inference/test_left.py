@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message
 from gateway.inference import serving
 from gateway.streams import dispatch, relay
 from store.contract import wire
-from store.contract.quotas import Account
+from store.contract.limits import Account
 from store.contract.wire import Delta, Finish, ModelState, Residency, Spent
 from store.db import usage as bill
 from store.db import verify

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.inference.metrics import DeclaredMetrics, Tally
 from gateway.inference.timing import Timing, server_timing
-from store.contract.wire import Course, Delta
+from store.contract.wire import Course, Delta, Finish
 
 
 @pytest.fixture
@@ -35,6 +35,29 @@ def test_what_the_runtime_does_not_account_for_is_the_way(timing: Timing) -> Non
         "transport": 800.0,
     }
     assert breakdown.total_ms == 6500.0 == sum(breakdown.parts.values()) and breakdown.first_token_ms == 4000.0
+
+
+def test_a_vector_counts_as_a_first_token(timing: Timing) -> None:
+    timing.sent(101.0)
+    timing.came(Delta(1, [], 0, Finish.STOP, course=Course(queue_us=500_000, prefill_us=300_000)), 102.0)
+    timing.end(102.5)
+    breakdown = timing.breakdown(999.0)
+    assert breakdown.parts == {"queue": 1500.0, "prefill": 300.0, "transport": 700.0}
+    assert (breakdown.total_ms, breakdown.first_token_ms) == (2500.0, 2000.0)
+
+
+def test_an_end_without_tokens_is_no_further_token(timing: Timing) -> None:
+    timing.sent(101.0)
+    timing.came(tokens(), 102.0)
+    timing.came(Delta(1, [], 1, Finish.STOP), 103.0)
+    assert timing.breakdown(103.0).first_token_ms == 2000.0
+    assert sum(timing.tally.itl.counts) == 0
+
+
+def test_a_cancel_before_a_vector_is_no_first_token(timing: Timing) -> None:
+    timing.sent(101.0)
+    timing.came(Delta(1, [], 0, Finish.ABORT), 102.0)
+    assert timing.breakdown(103.0).first_token_ms is None
 
 
 def test_a_refusal_is_a_queue_and_no_way(timing: Timing) -> None:

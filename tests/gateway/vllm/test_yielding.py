@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.api_router import router as completions
 from vllm.entrypoints.openai.responses import protocol
 from vllm.entrypoints.openai.responses.api_router import router as responses
+from vllm.entrypoints.pooling.embed.api_router import router as embeddings
+from vllm.entrypoints.pooling.scoring.api_router import router as scoring
 
 from gateway.core.way import CHAT, VLLM
 from gateway.vllm import yielding
@@ -32,7 +35,8 @@ MESSAGES = 2048
 
 def body_of(path: str) -> ModelField:
     """The body of the requests that are posted to a path, as FastAPI validates it."""
-    routes = [route for route in [*chats.routes, *completions.routes, *responses.routes] if isinstance(route, APIRoute)]
+    routers = (chats, completions, responses, embeddings, scoring)
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     (route,) = (route for route in routes if route.path == path and "POST" in route.methods)
     field = get_body_field(flat_dependant=get_flat_dependant(route.dependant), name="b", embed_body_fields=False)
     assert field is not None
@@ -141,12 +145,23 @@ def test_items_in_slices_are_validated_as_all_items(in_twos: None, body: dict[st
         (CHAT, {"messages": [{"role": "user", "content": "a"}], "stop_token_ids": [None] * MESSAGES}),
         (CHAT, {"messages": [{"role": "nobody", "content": 5}] * MESSAGES}),
         ("/v1/completions", {"prompt": [1] + [None] * MESSAGES}),
+        ("/v1/embeddings", {"input": [1] + [None] * MESSAGES}),
+        ("/rerank", {"query": "a", "documents": [None] * MESSAGES}),
     ],
 )
 def test_of_many_faulty_items_the_first_is_told(path: str, body: dict[str, Any]) -> None:
-    """Without an end, the six bodies have 32,000 to 483,000 faults, for which the loop was held for up to 19 s."""
+    """Without an end, the first six bodies have 32,000 to 483,000 faults: the loop was held for up to 19 s."""
     values, errors = asyncio.run(yielding._validated([body_of(path)], {"model": "faq", **body}, False))
     assert list(values.values()) == [None] and 0 < len(errors) < 300
+
+
+def test_tokens_to_embed_are_tried_as_messages_up_to_the_first_alone() -> None:
+    """vLLM takes tokens, texts or messages as `input`: 200,000 tokens tried as messages held the loop for 19 s."""
+    tokens = [7] * 100_000
+    began_s = time.process_time()
+    values, errors = asyncio.run(yielding._validated([body_of("/v1/embeddings")], {"input": tokens}, False))
+    assert not errors and next(iter(values.values())).input == tokens
+    assert time.process_time() - began_s < 1.0
 
 
 async def test_vllms_handlers_leave_turns_to_others_and_render_in_a_thread(

@@ -14,7 +14,7 @@ from gateway.ops import bus_users
 from store.bus import Bus, BusError
 from store.contract import grants, wire
 from store.contract.grants import GATEWAY, LEDGER, SCHEDULER, User
-from store.contract.quotas import Account
+from store.contract.limits import Account
 from tests.conftest import NatsServer, soon
 from tests.store.test_bus import usage
 

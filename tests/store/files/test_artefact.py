@@ -350,7 +350,8 @@ def test_program_code_beside_a_model_that_vllm_knows_is_ignored(tmp_path: Path) 
 
 
 NOT_SERVED: dict[str, tuple[dict[str, object], str]] = {
-    "embeddings": ({"architectures": ["BertModel"]}, "BertModel is not served yet: .* embeddings"),
+    "embeddings": ({"architectures": ["GteModel"]}, "GteModel is not served yet: no embeddings"),
+    "labels of tokens": ({"architectures": ["BertForTokenClassification"]}, "for each token"),
     "draft": ({"architectures": ["EagleLlamaForCausalLM"]}, "deploy the larger model alone"),
     "speech": ({"architectures": ["WhisperForConditionalGeneration"]}, "not served yet: an encoder"),
     "state alone": ({"architectures": ["MambaForCausalLM"]}, "some layers keep a state"),
@@ -376,6 +377,72 @@ def test_a_model_that_is_not_served_yet_is_refused_before_a_weight_is_read(tmp_p
         settings(tmp_path, Known(frozenset(TABLE)))
     with pytest.raises(ArtefactRefused, match=reason):
         inspect(tmp_path, Known(frozenset(TABLE)))
+
+
+BERT: dict[str, object] = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_size": 64,
+    "max_position_embeddings": 512,
+}
+
+
+def sentence_transformers(folder: Path, **parts: object) -> Path:
+    """Add the files of sentence-transformers to a model's folder. `parts`: further parts, name → path."""
+    said = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"} | parts
+    listed = [{"idx": n, "name": str(n), "path": said[name], "type": f"a.b.{name}"} for n, name in enumerate(said)]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 128}))
+    return folder
+
+
+def test_an_encoder_keeps_no_token_and_makes_vectors(tmp_path: Path) -> None:
+    found = inspect(write_model(tmp_path, BERT), Known(frozenset(TABLE)))
+    assert (found.task, found.kv_bytes_per_token, found.kv_layers, found.context_tokens) == ("embed", 0, (), 512)
+    scores = write_model(tmp_path / "scores", BERT | {"architectures": ["BertForSequenceClassification"]})
+    assert inspect(scores, Known(frozenset(TABLE))).task == "classify"
+
+
+def test_roberta_counts_its_positions_behind_the_padding(tmp_path: Path) -> None:
+    config = {"architectures": ["RobertaModel"], "model_type": "roberta", "max_position_embeddings": 514}
+    assert (
+        inspect(write_model(tmp_path, BERT | config | {"pad_token_id": 1}), Known(frozenset(TABLE))).context_tokens
+        == 512
+    )
+
+
+def test_files_of_sentence_transformers_make_a_decoder_an_embedder_and_belong_to_its_digest(tmp_path: Path) -> None:
+    config = LLAMA | {"architectures": ["Qwen3ForCausalLM"]}
+    text = inspect(write_model(tmp_path / "text", config), Known(frozenset(TABLE)))
+    folder = sentence_transformers(write_model(tmp_path / "vectors", config))
+    found = inspect(folder, Known(frozenset(TABLE)))
+    assert (text.task, found.task) == ("generate", "embed") and found.kv_layers == text.kv_layers != ()
+    assert found.context_tokens == 128 and text.digest != found.digest
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
+    assert inspect(folder, Known(frozenset(TABLE))).digest != found.digest
+
+
+@pytest.mark.parametrize(
+    "parts, reason",
+    [({"Dense": "3_Dense"}, "a part 'Dense'"), ({"Pooling": "elsewhere"}, "call the folder 1_Pooling")],
+)
+def test_further_parts_of_sentence_transformers_are_refused(
+    tmp_path: Path, parts: dict[str, object], reason: str
+) -> None:
+    folder = sentence_transformers(write_model(tmp_path, BERT), **parts)
+    with pytest.raises(ArtefactRefused, match=reason):
+        settings(folder, Known(frozenset(TABLE)))
+
+
+def test_embeddings_of_an_architecture_that_was_never_compared_are_refused(tmp_path: Path) -> None:
+    config = LLAMA | {"architectures": ["OPTForCausalLM"]}
+    folder = sentence_transformers(write_model(tmp_path, config))
+    with pytest.raises(ArtefactRefused, match="modules.json says that the model makes embeddings"):
+        inspect(folder, Known(frozenset(TABLE)))
 
 
 @pytest.mark.parametrize("kinds", [["attention", "attention"], ["mamba", "attention"]])
