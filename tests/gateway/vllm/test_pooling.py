@@ -14,20 +14,29 @@ import pytest
 import torch
 from starlette.responses import JSONResponse
 from starlette.types import Message
+from vllm import PoolingParams
 from vllm.entrypoints.pooling.embed.serving import ServingEmbedding
 from vllm.outputs import PoolingOutput, PoolingRequestOutput
+from vllm.v1.engine import EngineCoreRequest
 
 from gateway.core.extent import ExtentLimits
-from gateway.inference.context import TEXTS_AT_ONCE
+from gateway.inference.computed import Computed, Cost
+from gateway.inference.context import TEXTS_AT_ONCE, RequestContext
+from gateway.inference.meter import MeteredCall
+from gateway.vllm.bus_core import BusCore, Deps
 from gateway.vllm.front import known
 from gateway.vllm.pooling import PIECE_BYTES, vectors_response
 from gateway.vllm.threads import WAITING_MOST
 from store.contract import wire
 from store.contract.limits import Account
+from store.contract.tasks import Task
+from store.contract.wire import Delta, Finish
 from tests.conftest import soon
 from tests.gateway import plane as planes
+from tests.gateway.inference.test_response import TALLY
 from tests.gateway.plane import Plane, made, until
 from tests.gateway.vllm.vectors import US, VectorStage, scores, vector, vector_stage
+from tests.store.test_bus import usage
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM and torch, imported by the front
 
@@ -190,24 +199,24 @@ async def test_texts_are_cut_in_a_thread_of_the_front(
     assert cut and sorted(map(len, tokens(embedder))) == ([1, 4, 5] if "max_tokens_per_doc" in fields else [1, 2, 10])
 
 
-async def test_a_bulk_call_has_few_texts_with_runtimes_at_a_time(embedder: VectorStage) -> None:
+async def test_a_bulk_call_has_few_texts_with_runtimes_at_a_time(plane: Plane) -> None:
     """More texts than a tenant may have waiting for the threads of a front are prepared all the same."""
-    embedder.runtime.answers = False
-    count = ExtentLimits.inputs_max
-    assert count >= WAITING_MOST
+    count = WAITING_MOST + 100
     lengths = [1 + number % 9 for number in range(count)]
-    texts = ["a" * length for length in lengths]
-    asking = asyncio.create_task(embedder.post("/v1/embeddings", "embedder", input=texts))
-    await soon(lambda: len(embedder.runtime.runs) == TEXTS_AT_ONCE)
-    await asyncio.sleep(0.2)
-    assert len(embedder.runtime.runs) == TEXTS_AT_ONCE
-    embedder.runtime.answers = True
-    embedder.runtime._go_on.set()
-    answer = await asking
-    assert [round(item["embedding"][0] * 100) for item in answer["data"]] == lengths
-    assert embedder.runtime.most == TEXTS_AT_ONCE and len(embedder.runtime.runs) == count
-    row = await embedder.row()
-    assert (row.prompt_tokens, row.gpu_us) == (sum(lengths), US * count)
+    async with vector_stage(plane, ["embedder"], extent=ExtentLimits(inputs_max=count)) as stage:
+        runtime = stage.runtime
+        runtime.answers = False
+        texts = ["a" * length for length in lengths]
+        asking = asyncio.create_task(stage.post("/v1/embeddings", "embedder", input=texts))
+        await soon(lambda: len(runtime.runs) == TEXTS_AT_ONCE)
+        await asyncio.sleep(0.2)
+        assert len(runtime.runs) == TEXTS_AT_ONCE
+        runtime.go_on()
+        answer = await asking
+        assert [round(item["embedding"][0] * 100) for item in answer["data"]] == lengths
+        assert runtime.most == TEXTS_AT_ONCE and len(runtime.runs) == count
+        row = await stage.row()
+        assert (row.prompt_tokens, row.gpu_us) == (sum(lengths), US * count)
 
 
 async def test_more_inputs_than_the_bound_are_refused_with_the_number(embedder: VectorStage) -> None:
@@ -326,3 +335,41 @@ async def test_vectors_are_written_one_by_one_as_vllm_writes_them_at_once(form: 
     pieces = [bytes(piece) async for piece in vectors_response(*asked).body_iterator]
     assert json.loads(b"".join(pieces)) == json.loads(bytes(own.body))
     assert len(pieces) > 3 and max(map(len, pieces)) < 4 * PIECE_BYTES
+
+
+async def test_a_call_is_answered_in_pieces(embedder: VectorStage) -> None:
+    answer = await embedder.client.post("/v1/embeddings", json={"model": "embedder", "input": ["a", "b"]})
+    assert len(made(answer, 200)["data"]) == 2 and "content-length" not in answer.headers
+
+
+def test_a_prompt_answered_with_a_vector_is_begun_also_where_no_device_time_is_told() -> None:
+    call, computed = MeteredCall(usage("a"), 0), Computed()
+    cost = Cost(call, computed, computed.begin("a", "a", 7))
+    cost.add(Delta(1, [], 0, Finish.ABORT))
+    computed.charge(call)
+    assert call.prompt_tokens == 0
+    cost.add(Delta(1, [], 0, Finish.STOP))
+    computed.charge(call)
+    assert (call.prompt_tokens, call.output_tokens) == (7, 0)
+
+
+class Reserving:
+    """Stands where the admission of a tenant with limits is, and notes what is reserved."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    async def begin_texts(self, tokens: int) -> None:
+        self.tokens.append(tokens)
+
+
+async def test_a_text_reserves_what_was_not_reserved_for_the_call() -> None:
+    """However a text comes to the core, no token passes the limits."""
+    core = BusCore(Deps(None, None, "g1", 60.0), "k", Task.EMBED)  # type: ignore[arg-type]
+    context = RequestContext("a", TALLY)
+    context.admission = reserving = Reserving()  # type: ignore[assignment]
+    text = EngineCoreRequest("a", [7] * 5, None, None, PoolingParams(task="embed"), 0.0, None, None, None)
+    await core.reserve(context, 8)
+    for _ in range(3):
+        await core._reserve(context, text)
+    assert reserving.tokens == [8, 2, 5] and context.reserved_tokens == 0

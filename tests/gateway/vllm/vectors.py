@@ -56,7 +56,7 @@ class VectorRuntime:
     fails_after: int | None = None  # texts answered before the runtime ends a text with an error
     empty: bool = False  # answers without a vector
     seq: int = 0
-    _go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    _due: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def take(self, data: bytes) -> wire.Reply:
         run = wire.decode(wire.Run, data)
@@ -64,8 +64,13 @@ class VectorRuntime:
         self.runs.append(run)
         self.texts.append(MsgpackDecoder(EngineCoreRequest).decode(run.payload))
         self.most = max(self.most, len(self.waiting))
-        asyncio.get_running_loop().call_later(0.002, self._go_on.set)
+        asyncio.get_running_loop().call_later(0.002, self._due.set)
         return wire.Reply(epoch=1, seq=self.seq)
+
+    def go_on(self) -> None:
+        """Answer the texts that wait, and the texts to come."""
+        self.answers = True
+        self._due.set()
 
     async def cancel(self, data: bytes) -> None:
         for stream in wire.decode(wire.Cancel, data).streams:
@@ -76,8 +81,8 @@ class VectorRuntime:
         """Answer the texts that wait, in the order of arrival, until cancelled."""
         answered = 0
         while True:
-            await self._go_on.wait()
-            self._go_on.clear()
+            await self._due.wait()
+            self._due.clear()
             for stream, number in list(self.waiting.items()) if self.answers else []:
                 if self.answers_most is not None and answered >= self.answers_most:
                     break
