@@ -24,7 +24,8 @@ class ExtentLimits:
     messages_max: int = 2048
     entries_max: int = 1024  # of logit_bias, metadata or vllm_xargs: each faulty entry takes vLLM 15 µs
     # Texts, or texts to compare with a query, of a call for vectors or scores. Each is a request to a runtime.
-    inputs_max: int = 256
+    # LangChain's client sends 1,000 texts at a time.
+    inputs_max: int = 1024
     pictures_max: int = 16
     logprobs_max: int = 20  # alternatives per generated token
     prompt_logprobs_max: int = 1  # alternatives per token of the prompt

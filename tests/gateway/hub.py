@@ -55,7 +55,8 @@ class Hub:
         return f"http://127.0.0.1:{self.port}"
 
     def put(self, repo: str, folder: Path) -> None:
-        self.repos[repo] = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        self.repos[repo] = {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
     def files_asked(self, name: str) -> list[Asked]:
         return [asked for asked in self.asked if asked.path.endswith("/" + name)]

@@ -17,7 +17,7 @@ the bench takes the trace with the least variation of predictions over step time
 
 A load as high as `slack` bears is beyond the other policies, and little can be foreseen beyond a policy's limit. With
 `--own` a policy gets as much load as it can answer instead: the densest trace with 90 % of the tokens on time and a
-sure simulator.
+sure simulator. With `--kind hybrids` the ten models keep windows of tokens, or a state beside attention.
 """
 
 from __future__ import annotations
@@ -405,12 +405,12 @@ def _fetches(state: ipc.State) -> int:
 
 
 @asynccontextmanager
-async def runtime() -> AsyncIterator[tuple[Node, Profile]]:
-    """A process with the engines, and the profile of the engines."""
+async def runtime(kind: str = "llama") -> AsyncIterator[tuple[Node, Profile]]:
+    """A process with engines of models of `kind` (served.py), and the profile of the engines."""
     ours, theirs = ipc.pair()
     with tempfile.TemporaryDirectory(prefix="staccato-bench-") as scratch:
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, served.__file__, str(theirs.fileno()), scratch),
+            *(sys.executable, served.__file__, str(theirs.fileno()), scratch, kind),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[theirs.fileno()],
@@ -436,9 +436,9 @@ def objective_of(sizes: Sequence[ModelSize], profile: Profile, tbt_steps: int = 
     return Objective(TTFT_STEPS * step_s, tbt_steps * step_s, PATIENCE_STEPS * step_s)
 
 
-async def bench(policies: Sequence[str], duration_s: float, own: bool) -> dict[str, Answer]:
-    """Figures by policy on the common trace; if `own`, on the policy's own trace."""
-    async with runtime() as (node, measured):
+async def bench(policies: Sequence[str], duration_s: float, own: bool, kind: str) -> dict[str, Answer]:
+    """Figures by policy on the common trace; if `own`, on the policy's own trace. `kind`: of the models."""
+    async with runtime(kind) as (node, measured):
         sizes = [model_size(spec) for spec in node.specs]
         profile = as_seen(measured, await first_seen(node, measured, sizes))
         objective = objective_of(sizes, profile)
@@ -541,8 +541,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.5, help="that the trace lasts")
     parser.add_argument("--policies", default=",".join(ASKED))
     parser.add_argument("--own", action="store_true", help="each policy serves a trace that it bears")
+    parser.add_argument("--kind", choices=("llama", "hybrids"), default="llama", help="of the models")
     asked = parser.parse_args()
-    made = asyncio.run(bench(asked.policies.split(","), 60 * asked.minutes, asked.own))
+    made = asyncio.run(bench(asked.policies.split(","), 60 * asked.minutes, asked.own, asked.kind))
     if asked.own:
         return
     gains = {other: made["slack"].goodput / made[other].goodput for other in GAINS if {"slack", other} <= made.keys()}

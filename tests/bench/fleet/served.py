@@ -1,6 +1,7 @@
 """The device process of the benches with a served trace: real engines, profiled once, and measurements of the steps.
 
-`python tests/bench/fleet/served.py FD FOLDER`: FD is the device's end of the pipe to the node, FOLDER is for models.
+`python tests/bench/fleet/served.py FD FOLDER KIND`: FD is the device's end of the pipe to the node, FOLDER is for
+models, KIND is `llama` or `hybrids`: models whose layers keep windows, or a state beside attention.
 """
 
 from __future__ import annotations
@@ -36,8 +37,14 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 MODELS = 10
 SHAPES = ((256, 8), (384, 8), (512, 8))  # hidden width and layers, in turn
+HYBRIDS: tuple[tuple[str, dict[str, Any]], ...] = (  # in turn; by families of tests/runtime/hybrids.py
+    ("gemma3_text", {"hidden_size": 384, "num_hidden_layers": 12, "sliding_window": 128}),
+    ("falcon_h1", {"num_hidden_layers": 6}),
+    ("cohere2", {"hidden_size": 512, "num_hidden_layers": 8, "sliding_window": 128}),
+)
 CONTEXT, CONTEXT_TYPICAL = 1024, 300
-POOL_BYTES, HOST_BYTES = 192 * MIB, 4096 * MIB
+POOL_BYTES = {"llama": 192 * MIB, "hybrids": 96 * MIB}  # for two or three of the models
+HOST_BYTES = 4096 * MIB
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -156,8 +163,8 @@ class Watching:
         return []
 
 
-def serve(fd: int, scratch: Path) -> None:
-    """Serve traces until stdin ends.
+def serve(fd: int, scratch: Path, kind: str) -> None:
+    """Serve traces of models of `kind` until stdin ends.
 
     Writes a line with the profile and the models. Then, for every line on stdin (a policy), runs a device until the
     node tells the device to quit, and writes a line with the run's measurements."""
@@ -166,9 +173,8 @@ def serve(fd: int, scratch: Path) -> None:
     from runtime.engine.builder import Builder
     from runtime.profile import measure, start
 
-    build = Builder(POOL_BYTES, HOST_BYTES)
-    shapes = [SHAPES[n % len(SHAPES)] for n in range(MODELS)]
-    specs = [in_float32(probe.write_llama(scratch / f"m{n}", *shape, CONTEXT)) for n, shape in enumerate(shapes)]
+    build = Builder(POOL_BYTES[kind], HOST_BYTES)
+    specs = [written(kind, scratch / f"m{n}", n % len(SHAPES)) for n in range(MODELS)]
     batched = probe.batched_tokens(specs[0])
     models = [start(build, spec, batched, lambda line: None) for spec in specs]
     for number, model in enumerate(models):  # a page or two more than the files take: with small models a page counts
@@ -198,6 +204,31 @@ def serve(fd: int, scratch: Path) -> None:
 def prompt_tokens(payload: bytes) -> int:
     """Number of prompt tokens in a request written by `probe.request`."""
     return len(msgspec.msgpack.decode(payload)[1])
+
+
+def written(kind: str, folder: Path, shape: int) -> EngineSpec:
+    """Write a model of the kind and of one of its three shapes, and return the model's spec."""
+    from runtime.engine import probe
+
+    if kind == "llama":
+        return in_float32(probe.write_llama(folder, *SHAPES[shape], CONTEXT))
+    from store.files.architectures import TABLE, Known
+    from store.files.artefact import inspect
+    from tests.runtime.hybrids import write_hybrid
+
+    family, sizes = HYBRIDS[shape]
+    found = inspect(write_hybrid(folder, family, context=CONTEXT, **sizes), Known(frozenset(TABLE)))
+    return EngineSpec(
+        key=folder.name,
+        path=str(folder),
+        digest="",
+        architecture=found.architecture,
+        dtype="float32",
+        max_model_len=CONTEXT,
+        weight_bytes=found.weight_bytes,
+        kv_bytes_per_token=2 * found.kv_bytes_per_token,
+        kv_layers=found.kv_layers_as("float32"),
+    )
 
 
 def in_float32(spec: EngineSpec) -> EngineSpec:
@@ -235,4 +266,4 @@ def profile_of(specs: Sequence[EngineSpec], models: Sequence[Any], build: Any, b
 
 if __name__ == "__main__":
     one_thread()
-    serve(int(sys.argv[1]), Path(sys.argv[2]))
+    serve(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

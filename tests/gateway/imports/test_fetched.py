@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 from tests.gateway.hub import COMMIT, Hub
 from tests.gateway.imports.fetched import SOURCE, blobs, ended, imported, large
 from tests.gateway.plane import ENGINES, Plane, made, until
-from tests.store.files.folders import write_model, write_safetensors
+from tests.store.files.folders import sentence_transformers, write_model, write_safetensors
 
 
 def largest_part(sources: Sources) -> int:
@@ -49,6 +49,25 @@ async def test_a_model_of_a_hub_is_fetched_and_is_what_the_same_folder_is(
     assert (model["revision"], model["source"], model["progress"]) == (COMMIT, SOURCE, None)
     fetched = {asked.path.rpartition("/")[2] for asked in hub.asked if "/resolve/" in asked.path}
     assert fetched == {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
+
+
+async def test_an_embedder_comes_with_its_pooling_and_is_what_the_same_folder_is(
+    plane: Plane, hub: Hub, tmp_path: Path
+) -> None:
+    folder = sentence_transformers(write_model(tmp_path / "src"))
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "config.json").write_text("not needed")
+    hub.put("acme/tiny", folder)
+    model, local = await imported(plane.admin), await plane.model("local", folder=folder)
+    assert (model["state"], model["digest"]) == ("ready", local["digest"])
+    fetched = {
+        asked.path.partition("/resolve/")[2].partition("/")[2] for asked in hub.asked if "/resolve/" in asked.path
+    }
+    assert {"modules.json", "1_Pooling/config.json", "sentence_bert_config.json"} < fetched
+    assert "onnx/config.json" not in fetched
+    client = await plane.tenant("globex")
+    row = made(await client.post("/deployments", json={"name": "embedder", "model": "m"}))
+    assert row["task"] == "embed"
 
 
 async def test_a_model_that_was_fetched_is_deployed(plane: Plane, hub: Hub, sources: Sources, tmp_path: Path) -> None:

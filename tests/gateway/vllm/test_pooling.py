@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2  # the library below OpenAI's client
 import openai
 import pytest
 import torch
+from starlette.responses import JSONResponse
 from starlette.types import Message
 from vllm import PoolingParams
+from vllm.entrypoints.pooling.embed.serving import ServingEmbedding
+from vllm.outputs import PoolingOutput, PoolingRequestOutput
 from vllm.v1.engine import EngineCoreRequest
 
 from gateway.core.extent import ExtentLimits
@@ -22,7 +26,7 @@ from gateway.inference.meter import MeteredCall
 from gateway.streams import relay
 from gateway.vllm.bus_core import BusCore, Deps
 from gateway.vllm.front import known
-from gateway.vllm.pooling import VectorsResponse
+from gateway.vllm.pooling import PIECE_BYTES, vectors_response
 from gateway.vllm.threads import WAITING_MOST
 from store.contract import wire
 from store.contract.limits import Account
@@ -218,10 +222,10 @@ async def test_a_bulk_call_has_few_texts_with_runtimes_at_a_time(plane: Plane) -
 
 
 async def test_more_inputs_than_the_bound_are_refused_with_the_number(embedder: VectorStage) -> None:
-    refused = await embedder.post("/v1/embeddings", "embedder", 400, input=["a"] * 257)
-    assert "257 inputs" in refused["error"]["message"] and "STACCATO_INPUTS_MAX" in refused["error"]["message"]
-    refused = await embedder.post("/v1/rerank", "embedder", 400, query="q", documents=["a"] * 257)
-    assert "`documents`: 257 inputs" in refused["error"]["message"] and not embedder.runtime.runs
+    refused = await embedder.post("/v1/embeddings", "embedder", 400, input=["a"] * 1025)
+    assert "1025 inputs" in refused["error"]["message"] and "STACCATO_INPUTS_MAX" in refused["error"]["message"]
+    refused = await embedder.post("/v1/rerank", "embedder", 400, query="q", documents=["a"] * 1025)
+    assert "`documents`: 1025 inputs" in refused["error"]["message"] and not embedder.runtime.runs
 
 
 async def test_a_request_that_the_task_does_not_answer_is_refused_at_once(scorer: VectorStage) -> None:
@@ -322,24 +326,22 @@ async def test_a_client_that_leaves_pays_for_the_texts_begun(embedder: VectorSta
     assert not embedder.runtime.waiting and len(embedder.runtime.runs) == begun, "the rest was never sent"
 
 
-async def test_vectors_are_written_one_by_one(embedder: VectorStage, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[int] = []
-    render = VectorsResponse.render
+@pytest.mark.parametrize("form", ["float", "base64"])
+async def test_vectors_are_written_one_by_one_as_vllm_writes_them_at_once(form: Any) -> None:
+    outputs = [
+        PoolingRequestOutput(str(n), PoolingOutput(torch.rand(4096) * 10.0**-n), [n] * 3, 0, finished=True)
+        for n in range(12)
+    ]
+    asked = (outputs, "embd-1", 7, "model", form, "float32", "native")
+    own = ServingEmbedding._openai_json_response(SimpleNamespace(json_response_cls=JSONResponse), *asked)
+    pieces = [bytes(piece) async for piece in vectors_response(*asked).body_iterator]
+    assert json.loads(b"".join(pieces)) == json.loads(bytes(own.body))
+    assert len(pieces) > 3 and max(map(len, pieces)) < 4 * PIECE_BYTES
 
-    def noted(response: VectorsResponse, content: Any) -> bytes:
-        written.append(len(content["data"]))
-        return render(response, content)
 
-    monkeypatch.setattr(VectorsResponse, "render", noted)
-    await embedder.post("/v1/embeddings", "embedder", input=["a", "b"])
-    assert written == [2]
-
-
-def test_vectors_are_written_as_the_numbers_that_they_are() -> None:
-    data = [{"index": 0, "object": "embedding", "embedding": torch.tensor([0.1, -2.5e-9]).tolist()}]
-    content = {"id": "a", "data": data, "usage": {"prompt_tokens": 1}}
-    response = VectorsResponse(content)
-    assert json.loads(bytes(response.body)) == content
+async def test_a_call_is_answered_in_pieces(embedder: VectorStage) -> None:
+    answer = await embedder.client.post("/v1/embeddings", json={"model": "embedder", "input": ["a", "b"]})
+    assert len(made(answer, 200)["data"]) == 2 and "content-length" not in answer.headers
 
 
 def test_a_prompt_answered_with_a_vector_is_begun_also_where_no_device_time_is_told() -> None:

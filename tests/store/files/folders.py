@@ -40,3 +40,14 @@ def write_model(folder: Path, config: dict[str, object] | None = None, seed: str
     (folder / "tokenizer_config.json").write_text("{}")
     write_safetensors(folder / "model.safetensors", {"a": ("F32", [8, 4], 128), "b": ("F32", [2], 8)})
     return folder
+
+
+def sentence_transformers(folder: Path, **parts: object) -> Path:
+    """Add the files of sentence-transformers to a model's folder. `parts`: further parts, name → path."""
+    said = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"} | parts
+    listed = [{"idx": n, "name": str(n), "path": said[name], "type": f"a.b.{name}"} for n, name in enumerate(said)]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 128}))
+    return folder

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from store.files.architectures import TABLE, Known
 from store.files.artefact import ArtefactRefused, inspect, settings
 from store.files.safetensors import Broken, read_header
-from tests.store.files.folders import KNOWN, LLAMA, write_model, write_safetensors
+from tests.store.files.folders import KNOWN, LLAMA, sentence_transformers, write_model, write_safetensors
 
 INDEX = "model.safetensors.index.json"
 
@@ -387,17 +387,6 @@ BERT: dict[str, object] = {
     "hidden_size": 64,
     "max_position_embeddings": 512,
 }
-
-
-def sentence_transformers(folder: Path, **parts: object) -> Path:
-    """Add the files of sentence-transformers to a model's folder. `parts`: further parts, name → path."""
-    said = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"} | parts
-    listed = [{"idx": n, "name": str(n), "path": said[name], "type": f"a.b.{name}"} for n, name in enumerate(said)]
-    (folder / "modules.json").write_text(json.dumps(listed))
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 128}))
-    return folder
 
 
 def test_an_encoder_keeps_no_token_and_makes_vectors(tmp_path: Path) -> None:
