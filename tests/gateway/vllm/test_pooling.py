@@ -23,6 +23,7 @@ from gateway.core.extent import ExtentLimits
 from gateway.inference.computed import Computed, Cost
 from gateway.inference.context import TEXTS_AT_ONCE, RequestContext
 from gateway.inference.meter import MeteredCall
+from gateway.streams import relay
 from gateway.vllm.bus_core import BusCore, Deps
 from gateway.vllm.front import known
 from gateway.vllm.pooling import PIECE_BYTES, vectors_response
@@ -46,7 +47,8 @@ LONG = "word " * 60  # with a byte for a token, longer than any model of the sta
 
 @pytest.fixture(autouse=True)
 def engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the control plane register models of every architecture."""
+    """Let the control plane register models of every architecture, and the runtime be silent on a busy machine."""
+    monkeypatch.setattr(relay, "SILENCE_S", 60.0)
     monkeypatch.setattr(planes, "ENGINES", planes.Engines(known(), frozenset(), frozenset()))
 
 
