@@ -16,7 +16,7 @@ import pytest
 from store.contract.tasks import Task
 from tests.conftest import free_port
 from tests.e2e.conftest import MODELS, Platform
-from tests.runtime.pooling.bare import Vectors, vectors_of_bare_vllm
+from tests.runtime.pooling.bare import Vectors, scores_of_bare_vllm, vectors_of_bare_vllm
 from tests.runtime.pooling.models import VECTOR_MODELS, write_vector_model
 
 pytestmark = pytest.mark.timeout(600)  # the first test starts a platform and builds four models at two runtimes
@@ -100,11 +100,13 @@ def test_labels_are_those_of_bare_vllm(pair: Platform, bare: Vectors) -> None:
     assert answer["usage"]["prompt_tokens"] == sum(map(len, PROMPTS))
 
 
-def test_a_rerank_orders_documents_by_their_scores(pair: Platform) -> None:
+def test_a_rerank_orders_documents_by_bare_vllms_scores(pair: Platform, folders: dict[str, Path]) -> None:
+    wanted = scores_of_bare_vllm(folders["ranker"], "a cat", DOCUMENTS)
     ranked = asked(pair, "/v1/rerank", model="ranker", query="a cat", documents=DOCUMENTS)
     scores = asked(pair, "/v1/score", model="ranker", text_1="a cat", text_2=DOCUMENTS)
     by_index = {item["index"]: item["relevance_score"] for item in ranked["results"]}
-    assert near([[by_index[n] for n in range(len(DOCUMENTS))]], [[item["score"] for item in scores["data"]]])
+    assert near([[by_index[n] for n in range(len(DOCUMENTS))]], [wanted])
+    assert near([[item["score"] for item in scores["data"]]], [wanted])
     order = [item["relevance_score"] for item in ranked["results"]]
     assert order == sorted(order, reverse=True) and len(set(order)) == len(DOCUMENTS)
     assert ranked["usage"]["total_tokens"] == scores["usage"]["total_tokens"] > sum(map(len, DOCUMENTS))
