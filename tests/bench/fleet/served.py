@@ -105,8 +105,8 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def add(self, request: RequestId, payload: bytes, made: Sequence[int] = ()) -> None:
-        self._engine.add(request, payload, made)
+    def add(self, request: RequestId, payload: bytes, made: Sequence[int] = (), grammar: bytes = b"") -> None:
+        self._engine.add(request, payload, made, grammar)
         self._prompts.append(prompt_tokens(payload))
 
     def step(self, ahead: bool = False) -> list[Output]:
