@@ -508,8 +508,14 @@ def as_slow(profile: Profile, slower: float, prefill_slower: float | None = None
         for name in ModelCosts.__struct_fields__
         if "_s" in name
     }
+    del times["step_s_of_windows"]  # times of windows, in a tuple
     models = {
-        name: msgspec.structs.replace(costs, **{time: getattr(costs, time) * by for time, by in times.items()})
+        name: msgspec.structs.replace(
+            costs,
+            step_s_of_windows=tuple((reach, each_s * slower) for reach, each_s in costs.step_s_of_windows or ())
+            or msgspec.UNSET,
+            **{time: getattr(costs, time) * by for time, by in times.items()},
+        )
         for name, costs in profile.models.items()
     }
     return msgspec.structs.replace(profile, models=models)
