@@ -1,6 +1,6 @@
-"""How fast are embeddings, beside vLLM's own API server? Both sides get equal calls, in turns, on one machine.
+"""How fast are embeddings, beside vLLM's own API server? The servers get equal calls, in turns, on one machine.
 
-Both sides serve a small BERT with random weights, with equal settings. Bulk: four clients, each with calls of 256
+The servers have a small BERT with random weights, under equal settings. Bulk: four clients, each with calls of 256
 texts. Single: sixteen clients, each with calls of one text. The bench measures texts a second, the time of a call, and
 CPU per text of the client-facing process. `python tests/bench/gateway/bench_vectors.py`
 """
