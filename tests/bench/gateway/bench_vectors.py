@@ -48,7 +48,7 @@ class Embedder:
 
 @dataclass(frozen=True)
 class Calls:
-    """What the calls of a load took."""
+    """Measurements of a load's calls."""
 
     texts_per_s: float
     call_ms: float  # median
