@@ -326,6 +326,14 @@ async def test_a_client_that_leaves_pays_for_the_texts_begun(embedder: VectorSta
     assert not embedder.runtime.waiting and len(embedder.runtime.runs) == begun, "the rest was never sent"
 
 
+def in_32_bits(answer: Any) -> Any:
+    """The answer with numbers of 32 bits, as vectors have: versions of vLLM write a number with more or fewer digits."""
+    for item in answer["data"]:
+        if isinstance(item["embedding"], list):
+            item["embedding"] = torch.tensor(item["embedding"], dtype=torch.float32).tolist()
+    return answer
+
+
 @pytest.mark.parametrize("form", ["float", "base64"])
 async def test_vectors_are_written_one_by_one_as_vllm_writes_them_at_once(form: Any) -> None:
     outputs = [
@@ -335,7 +343,7 @@ async def test_vectors_are_written_one_by_one_as_vllm_writes_them_at_once(form: 
     asked = (outputs, "embd-1", 7, "model", form, "float32", "native")
     own = ServingEmbedding._openai_json_response(SimpleNamespace(json_response_cls=JSONResponse), *asked)
     pieces = [bytes(piece) async for piece in vectors_response(*asked).body_iterator]
-    assert json.loads(b"".join(pieces)) == json.loads(bytes(own.body))
+    assert in_32_bits(json.loads(b"".join(pieces))) == in_32_bits(json.loads(bytes(own.body)))
     assert len(pieces) > 3 and max(map(len, pieces)) < 4 * PIECE_BYTES
 
 
