@@ -327,7 +327,7 @@ async def test_a_client_that_leaves_pays_for_the_texts_begun(embedder: VectorSta
 
 
 def in_32_bits(answer: Any) -> Any:
-    """The answer with numbers of 32 bits, as vectors have: versions of vLLM write a number with more or fewer digits."""
+    """The answer with numbers of 32 bits, as vectors have: versions of vLLM write numbers with more or fewer digits."""
     for item in answer["data"]:
         if isinstance(item["embedding"], list):
             item["embedding"] = torch.tensor(item["embedding"], dtype=torch.float32).tolist()
