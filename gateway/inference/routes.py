@@ -109,14 +109,7 @@ _REPEAT = Operation(
     operator=OPERATOR,
     summary=f"Tokens of a text. {VLLM}",
 )
-_POOL = Operation(
-    VllmResponse,
-    body=ModelBody,
-    problems=(*_BODY, 501),
-    openai=True,
-    operator=OPERATOR,
-    summary=f"Vectors or scores of texts. {VLLM}",
-)
+_POOL = replace(_REPEAT, summary=f"Vectors or scores of texts. {VLLM}")
 _MESSAGES = {path: replace(said, anthropic=True) for path, said in ((MESSAGES, _GENERATE), (COUNT_TOKENS, _REPEAT))}
 _LIST = Operation(
     ModelCards, problems=(404,), openai=True, operator=OPERATOR, summary="List the deployments that can be asked."

@@ -49,8 +49,8 @@ def vectors_response(
 ) -> StreamingResponse:
     """Return the answer of `/v1/embeddings` as vLLM's `_openai_json_response` does, but written vector by vector.
 
-    The loop has its turns between two vectors. For 256 vectors of 4,096 numbers, vLLM's own answer holds the loop, and
-    with the loop every stream of the gateway, for more than a second."""
+    The loop has turns between pieces of the answer. For 256 vectors of 4,096 numbers, vLLM's own answer holds the loop,
+    and with the loop every stream of the gateway, for 0.5 s; a piece holds the loop for 0.4 ms."""
     encode = get_pooling_output_encoder(encoding_format, embed_dtype, endianness)
     usage = get_pooling_usage(outputs)
     answer = EmbeddingResponse(id=request_id, created=created_time, model=model_name, data=[], usage=usage)

@@ -4,6 +4,7 @@ While a model is parked, every free page of the device is overwritten."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -159,6 +160,24 @@ def test_a_request_for_something_else_than_the_model_makes_is_refused(makers: Ma
     with pytest.raises(BadRequest, match="the model makes text"):
         makers.talker.add(RequestId("vector"), text(PROMPTS[0], Task.EMBED))
     assert not engine.busy() and not makers.talker.busy()
+
+
+def test_a_config_without_the_kind_of_positions_is_read_as_transformers_means_the_config(
+    makers: Makers, tmp_path: Path
+) -> None:
+    """vLLM asks XLM-RoBERTa's config for a field that transformers no longer writes."""
+    said: list[list[list[float]]] = []
+    for written in (True, False):
+        folder = write_vector_model(tmp_path / f"xlm-{written}", "XLMRobertaModel")
+        config = json.loads((folder / "config.json").read_text())
+        assert config.pop("position_embedding_type") == "absolute"
+        if not written:
+            (folder / "config.json").write_text(json.dumps(config))
+        engine = makers.builds[0].build(msgspec.structs.replace(spec(folder, CONTEXT), task=Task.EMBED))
+        said.append(answers(awake(engine, 4), Task.EMBED))
+        asleep(engine)
+        engine.close()
+    assert said[0] == said[1]
 
 
 def test_a_vector_of_other_weights_is_noticed_before_the_model_serves(makers: Makers) -> None:
