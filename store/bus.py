@@ -156,8 +156,7 @@ class Bus:
             yield bus
         finally:
             await ended(*mending)
-            with contextlib.suppress(Exception):  # close() while reconnecting raises TypeError in nats-py 2.16
-                await client.close()
+            await close(client)
 
     async def _prepare(self, url: str, wait_s: float) -> None:
         """Make the streams and buckets of this process, within `wait_s` seconds. Raises BusError."""
@@ -547,6 +546,14 @@ async def opened(
                 "authority with STACCATO_NATS_CA"
             ) from error
         raise BusError(f"NATS at {shown} is not reachable: start it or set STACCATO_NATS_URL") from error
+
+
+async def close(client: Client) -> None:
+    """Close a connection that `opened` returned, also a connection that is looking for a server."""
+    # The client's search for a server may swallow the cancellation by close(), and then ends for want of servers.
+    client.options["max_reconnect_attempts"] = 1
+    with contextlib.suppress(Exception):  # close() while reconnecting raises TypeError in nats-py 2.16
+        await client.close()
 
 
 def _identity(credentials: Path | None) -> dict[str, str]:

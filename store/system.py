@@ -14,7 +14,7 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from store.bus import BusError, opened
+from store.bus import BusError, close, opened
 from store.contract import grants
 from store.contract.joining.claims import GLOBAL_ACCOUNT
 
@@ -77,8 +77,7 @@ class SystemBus:
         try:
             yield cls(client)
         finally:
-            with contextlib.suppress(Exception):  # close() while reconnecting raises TypeError in nats-py 2.16
-                await client.close()
+            await close(client)
 
     @property
     def connected(self) -> bool:

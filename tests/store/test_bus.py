@@ -7,6 +7,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from nats.aio.client import Client
 
 from store import bus as bus_module
 from store import parts
@@ -254,6 +255,29 @@ async def test_a_connection_that_swallows_its_cancellation_is_given_up_in_time()
 
     with pytest.raises(TimeoutError):
         await within(stubborn(), 0.05)
+
+
+async def test_a_closed_connection_does_not_look_for_a_server(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was told to leave while the bus was away did not end: nats-py went on connecting.
+
+    Each cancellation finds nats-py at the end of an attempt to connect, so `wait_for` of Python 3.11 swallows each."""
+    tried = 0
+    before = asyncio.all_tasks()
+
+    async def refused(*_: object) -> None:
+        nonlocal tried
+        tried += 1
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.1)
+        raise ConnectionRefusedError
+
+    async with Bus.connect(nats_server.url, "test") as bus:
+        monkeypatch.setattr(Client, "_connect_to_server", refused)
+        nats_server.kill()
+        await soon(lambda: tried > 2 and not bus.connected)
+    await soon(lambda: asyncio.all_tasks() == before)
 
 
 async def test_the_server_knows_a_subscription_once_the_connection_has_caught_up(nats_server: NatsServer) -> None:
