@@ -81,7 +81,8 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
     async with Database.open(settings.database_url) as database, connecting as bus:
         await database.check()
         secret = pepper(settings)
-        auth = Auth(database, secret, admin_key(settings), metrics_key=metrics_key(settings))
+        kept_s = settings.database_away_s
+        auth = Auth(database, secret, admin_key(settings), metrics_key=metrics_key(settings), kept_s=kept_s)
         pulse = Pulse(url, gateway_id, settings.nats_credentials, settings.nats_ca)
         fleet, relay, meter = (
             RuntimesView(bus, _record_of(settings, gateway_id)),
@@ -92,7 +93,7 @@ async def assembled(settings: Settings, traces: Traces | None = None) -> AsyncIt
         metrics, recent = Metrics(fleet, meter, lambda: relay.false_losses), Recent()
         metrics.neighbours = neighbours = GatewayNeighbours(settings)
         control = ControlPlane(database, auth, fleet, engines, Sources.of(settings), metrics, recent)
-        quotas = Quotas(bus, database, gateway_id)
+        quotas = Quotas(bus, database, gateway_id, kept_s=kept_s)
         bounds = Bounds(
             settings.body_limit_bytes,
             settings.body_deadline_s,

@@ -23,7 +23,7 @@ from gateway.core.extent import ExtentLimits
 from runtime.core.turns.registry import POLICIES
 from store.contract.elapsed import KEPT_DAYS
 from store.kept import kept
-from store.settings import PREFIX, MemoryShare, Replicas, SettingsError, read, size_or_share
+from store.settings import PREFIX, USAGE_DAYS, MemoryShare, Replicas, SettingsError, UsageDays, read, size_or_share
 
 
 def _memory() -> int:
@@ -112,6 +112,8 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     # Days for which the ledger keeps a request's stage times; 0: keeps none.
     request_days: float = Field(KEPT_DAYS, ge=0)
+    usage_days: UsageDays = USAGE_DAYS
+    database_away_s: float = Field(3600.0, ge=0)  # known keys and deployments go on so long without the database
     journal: Path | None = None  # folder in which gateways and runtimes record their decisions
     body_limit_bytes: ByteSize = ByteSize(12 << 20)
     # Largest extent of a request; a larger request gets a 400 that names the number:

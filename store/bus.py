@@ -440,6 +440,20 @@ class Bus:
         except (TimeoutError, JetStreamError, nats.errors.Error) as error:
             raise self._failed(f"usage of {usage.request} not stored", error) from error
 
+    async def limit_usage(self, age_s: float) -> bool:
+        """Have usage older than `age_s` seconds deleted; 0: none. Return whether that is new. Raises BusError."""
+        return await self._on_usage("not limited", self._streams.limit_usage(age_s))
+
+    async def replay_usage(self, consumer: str) -> int:
+        """Have all usage delivered to the consumer again; return the number of messages. Raises BusError."""
+        return await self._on_usage("not replayed", self._streams.replay_usage(consumer))
+
+    async def _on_usage(self, failure: str, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except (TimeoutError, JetStreamError, nats.errors.Error) as error:
+            raise self._failed(f"usage {failure}", error) from error
+
     async def usage_batches(self, consumer: str, most: int) -> AsyncIterator[UsageBatch]:
         """Endless: yield batches in the order of the stream, redelivered after 30 s unless acknowledged.
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import BaseSettings
 
 PREFIX = "STACCATO_"
@@ -38,6 +38,17 @@ def size_or_share(value: object) -> object:
 
 # Servers of the bus that keep each stream and bucket; None: 1, and streams that are there stay as they are.
 Replicas = Annotated[int, Field(ge=1, le=5)] | None
+
+
+def _days(value: float) -> float:
+    if 0 < value < 1:
+        raise ValueError("usage waits there for the ledger: 1 day or more, or 0 for no end")
+    return value
+
+
+# Days for which the bus keeps usage, whether booked or not; 0: without end. A restored backup may be as old.
+UsageDays = Annotated[float, Field(ge=0), AfterValidator(_days)]
+USAGE_DAYS = 35.0
 
 
 def addresses(url: str) -> list[str]:

@@ -97,3 +97,21 @@ class StoredStreams:
         if found is not None and found.config.num_replicas != self.replicas:
             log.warning("bus.replicas", bucket=stream, last=found.config.num_replicas, now=self.replicas)
             await self._js.update_stream(found.config, num_replicas=self.replicas)
+
+    async def limit_usage(self, age_s: float) -> bool:
+        """Have the servers delete usage older than `age_s` seconds; 0: no usage grows too old.
+
+        Returns whether the limit was another limit before. Raises TimeoutError and errors of nats-py."""
+        config = (await self._js.stream_info(wire.USAGE_STREAM)).config
+        before = config.max_age or 0.0
+        if before != age_s:
+            await self._js.update_stream(config, max_age=age_s)
+        return before != age_s
+
+    async def replay_usage(self, consumer: str) -> int:
+        """Have all usage delivered to the consumer's readers again, from the first message of the stream on.
+
+        Returns the number of messages. Raises TimeoutError and errors of nats-py."""
+        with contextlib.suppress(NotFoundError):  # no ledger has begun to read the stream
+            await self._js.delete_consumer(wire.USAGE_STREAM, consumer)
+        return (await self._js.stream_info(wire.USAGE_STREAM)).state.messages

@@ -158,9 +158,14 @@ def scheduler() -> None:
     _become("runtime.scheduler")
 
 
-def ledger() -> None:
+def ledger(
+    replay: Annotated[
+        bool,
+        typer.Option("--replay", help="Have all usage in the bus's stream booked again, after a restore, and end."),
+    ] = False,
+) -> None:
     """Run the ledger alone; settings from the environment."""
-    _become("store.db.ledger")
+    _become("store.db.ledger", *(["--replay"] if replay else []))
 
 
 def join_service() -> None:
@@ -218,10 +223,10 @@ def migrate(
     note(f"{redacted(url)} is at revision {reached}")
 
 
-def _become(module: str) -> None:
+def _become(module: str, *arguments: str) -> None:
     from gateway.machine.processes import module_command
 
-    command = module_command(module)
+    command = [*module_command(module), *arguments]
     os.execv(command[0], command)
 
 

@@ -1,7 +1,8 @@
 """Callers by API key, and engines by deployment name: from memory, with a look into the database every few seconds.
 
 A revoked key is refused everywhere within KEY_TTL_S. A changed deployment is seen within TARGET_TTL_S, and at once by
-the process that made the change (`forget`).
+the process that made the change (`forget`). While a gateway can't reach the database, keys and deployments known to the
+gateway go on for `kept_s` seconds. A key's end by time is kept even then.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ METRICS = Caller(None, None, "metrics", frozenset(), operator=frozenset({"metric
 class Auth:
     """Answers who a caller is, and what serves a deployment.
 
-    `pepper`, `admin_key` and `metrics_key` are secrets of the installation. An empty `metrics_key` is no key.
+    `pepper`, `admin_key` and `metrics_key` are secrets of the installation. An empty `metrics_key` is no key. `kept_s`:
+    seconds for which known keys and deployments go on without the database.
     """
 
     def __init__(
@@ -79,14 +81,15 @@ class Auth:
         admin_key: str,
         now: Callable[[], int] = now_us,
         metrics_key: str = "",
+        kept_s: float = 0.0,
     ) -> None:
-        self.pepper = pepper
+        self.pepper, self.kept_s = pepper, kept_s
         self._database, self._now = database, now
         given = {admin_key: ADMIN} if admin_key == metrics_key else {admin_key: ADMIN, metrics_key: METRICS}
         self._given = [(secret.encode(), caller) for secret, caller in given.items() if secret]
-        self._keys: Cache[str, tenants.KnownKey | OperatorKey | None] = Cache(KEY_TTL_S)
-        self._targets: Cache[tuple[str, str], Target | None] = Cache(TARGET_TTL_S)
-        self._every: Cache[str, list[Target]] = Cache(TARGET_TTL_S)  # by tenant
+        self._keys: Cache[str, tenants.KnownKey | OperatorKey | None] = Cache(KEY_TTL_S, kept_s)
+        self._targets: Cache[tuple[str, str], Target | None] = Cache(TARGET_TTL_S, kept_s)
+        self._every: Cache[str, list[Target]] = Cache(TARGET_TTL_S, kept_s)  # by tenant
         self._used: set[str] = set()
 
     async def caller(self, headers: Mapping[str, str]) -> Caller:

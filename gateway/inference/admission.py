@@ -72,11 +72,14 @@ class TenantAllowance:
 class Quotas:
     """Leases of tenants' limits at this gateway."""
 
-    def __init__(self, bus: Bus, database: Database, gateway: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self, bus: Bus, database: Database, gateway: str, clock: Clock | None = None, kept_s: float = 0.0
+    ) -> None:
+        """`kept_s`: seconds for which known prices go on without the database."""
         self._bus, self._database, self._gateway = bus, database, gateway
         self._clock = clock or Clock(time.time_ns() // 1000 - time.monotonic_ns() // 1000)
         self._leases: dict[str, TenantAllowance] = {}
-        self._prices: Cache[tuple[str, str, int], Price | None] = Cache(PRICE_TTL_S)
+        self._prices: Cache[tuple[str, str, int], Price | None] = Cache(PRICE_TTL_S, kept_s)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +25,8 @@ from store.db.database import Database, DatabaseError
 
 log = structlog.get_logger()
 
+DATABASE_S_MOST = 2.0  # a frozen database never answers, and a probe waits for a few seconds
+
 
 class Dying(Struct, frozen=True, omit_defaults=True):
     """A process of `staccato up` that ended lately, and may end again."""
@@ -39,6 +44,7 @@ class Ready(Struct, frozen=True):
     missing: list[str]
     runtimes: int
     dying: list[Dying]
+    degraded: list[str] = []  # what is away and not needed by most requests
 
 
 @dataclass
@@ -55,6 +61,7 @@ class Health:
     auth: Auth
     reserve: Reserve
     data: Path
+    answered_at: float = -math.inf  # monotonic time of the database's last answer
 
     def routes(self) -> list[Route]:
         return [
@@ -69,9 +76,10 @@ class Health:
     async def ready(self, request: Request) -> Response:
         """Answer 200 if the gateway can serve a request, else 503 with the reasons.
 
-        The database and the bus must answer, the disk must have room for bookings, and, if the machine is to have
-        runtimes, a runtime must be able to take models."""
-        missing = []
+        The bus must answer, the disk must have room for bookings, and, if the machine is to have runtimes, a runtime
+        must be able to take models. The database must have answered at some time within the last `auth.kept_s` seconds:
+        until then known keys are served."""
+        missing, degraded = list[str](), list[str]()
         if not self.bus.connected:
             missing.append("the bus is away")
         up = sum(bool(lease.engine) for lease in self.fleet.leases.values())
@@ -79,14 +87,17 @@ class Health:
             missing.append("no runtime is up")
         if lacks := self.reserve.lacks():
             missing.append(lacks)
+        operator = False
         try:
-            await self.database.revision()  # any revision will do: in an upgrade, migrations only add
+            async with asyncio.timeout(DATABASE_S_MOST):
+                await self.database.revision()  # any revision will do: in an upgrade, migrations only add
+            self.answered_at = time.monotonic()
             operator = await self._is_operator(request)
-        except DatabaseError as error:
-            log.warning("health.database", error=str(error))
-            missing.append("the database does not answer")
-            operator = False
-        said = Ready(not missing, missing, up, self._dying(operator))
+        except (DatabaseError, TimeoutError) as error:
+            log.warning("health.database", error=str(error) or f"no answer within {DATABASE_S_MOST:g} s")
+            known = time.monotonic() < self.answered_at + self.auth.kept_s
+            (degraded if known else missing).append("the database does not answer")
+        said = Ready(not missing, missing, up, self._dying(operator), degraded)
         return Response(json.encode(said), 503 if missing else 200, media_type="application/json")
 
     async def _is_operator(self, request: Request) -> bool:

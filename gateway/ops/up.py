@@ -46,7 +46,7 @@ READY_PERIOD_S = 0.1
 
 # Settings told to the roles; `gateway/machine/runtimes.py` has the settings of a runtime.
 SCHEDULER_SETTINGS = ("nats_url", "nats_ca", "nats_replicas", "roles", "log_level")
-LEDGER_SETTINGS = ("nats_url", "nats_ca", "nats_replicas", "database_url", "request_days", "log_level")
+LEDGER_SETTINGS = ("nats_url", "nats_ca", "nats_replicas", "database_url", "request_days", "usage_days", "log_level")
 
 
 def run(settings: Settings, say: Say, ready: Say, verbose: bool = False) -> int:

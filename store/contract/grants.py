@@ -46,7 +46,7 @@ class User:
         api += [f"STREAM.{verb}.{stream}" for stream in self.keeps for verb in ("INFO", "UPDATE")]
         if self.books:
             own = f"{wire.USAGE_STREAM}.{BOOKS}"
-            api += [f"CONSUMER.{verb}.{own}" for verb in ("INFO", "DURABLE.CREATE", "MSG.NEXT")]
+            api += [f"CONSUMER.{verb}.{own}" for verb in ("INFO", "DURABLE.CREATE", "MSG.NEXT", "DELETE")]
             api.append(f"CONSUMER.CREATE.{own}.{wire.usage_subject('>')}")
         acks = [f"$JS.ACK.{wire.USAGE_STREAM}.{BOOKS}.>"] if self.books else []
         metered = [wire.usage_subject(ANY)] if self.meters else []

@@ -21,7 +21,7 @@ from store.contract import grants
 from store.contract.elapsed import KEPT_DAYS
 from store.db import requests, usage
 from store.db.database import Database, DatabaseError, NotMigrated, now_us
-from store.settings import Replicas, read
+from store.settings import USAGE_DAYS, Replicas, UsageDays, read
 from store.tasks import ended
 from store.telemetry import observe, signs
 
@@ -30,6 +30,8 @@ log = structlog.get_logger()
 BATCH_MOST = 2000  # an empty transaction costs as much as 500 rows
 SWEEP_PERIOD_S = 60.0  # also before the first sweep: by then the usage waiting in the stream is booked
 FORGETTING_MOST = 10  # transactions in a row; a transaction deletes some thousand requests
+LIMIT_PERIOD_S = 600.0
+SECONDS_PER_DAY = 86_400.0
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # pauses between attempts; the last pause is repeated
 
 
@@ -46,6 +48,7 @@ class LedgerSettings(BaseSettings):
     nats_replicas: Replicas = None  # also set on streams and buckets that are there
     database_url: str
     request_days: float = Field(KEPT_DAYS, ge=0)  # breakdowns of requests are kept so long; 0: not at all
+    usage_days: UsageDays = USAGE_DAYS
 
 
 async def consume(bus: Bus, database: Database, request_days: float = KEPT_DAYS) -> None:
@@ -92,6 +95,17 @@ async def forget(database: Database, request_days: float, period_s: float = SWEE
         await asyncio.sleep(period_s)
 
 
+async def limit_stream(bus: Bus, usage_days: float, period_s: float = LIMIT_PERIOD_S) -> None:
+    """Endless: keep the stream of usage from growing without end, also if a process has made the stream again."""
+    while True:
+        try:
+            if await bus.limit_usage(usage_days * SECONDS_PER_DAY):
+                log.info("ledger.stream_limited")
+        except BusError as error:
+            log.warning("ledger.stream_not_limited", error=str(error))
+        await asyncio.sleep(period_s)
+
+
 async def _book(database: Database, batch: UsageBatch, keeps_requests: bool = True) -> None:
     """Book a batch, trying again until the transaction commits."""
     attempt = 0
@@ -111,16 +125,31 @@ async def _book(database: Database, batch: UsageBatch, keeps_requests: bool = Tr
             attempt += 1
 
 
+def _identity(settings: LedgerSettings) -> tuple[grants.User, Path | None, Path | None, int | None]:
+    return grants.LEDGER, settings.nats_credentials, settings.nats_ca, settings.nats_replicas
+
+
+async def replay(settings: LedgerSettings) -> None:
+    """Have running ledgers, or else the next ledger, book the stream of usage from its start. Raises BusError."""
+    async with Bus.connect(settings.nats_url, "replay", *_identity(settings)) as bus:
+        messages = await bus.replay_usage(grants.BOOKS)
+    print(f"{messages} messages of usage are booked again; usage that is booked already does not change")
+
+
 async def serve(settings: LedgerSettings) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
-    identity = (grants.LEDGER, settings.nats_credentials, settings.nats_ca, settings.nats_replicas)
-    connecting = Bus.connect(settings.nats_url, "ledger", *identity)
+    connecting = Bus.connect(settings.nats_url, "ledger", *_identity(settings))
     async with Database.open(settings.database_url) as database, connecting as bus:
         days = settings.request_days
-        jobs = (consume(bus, database, days), sweep(database), forget(database, days))
+        jobs = (
+            consume(bus, database, days),
+            sweep(database),
+            forget(database, days),
+            limit_stream(bus, settings.usage_days),
+        )
         work = [asyncio.create_task(job) for job in (*jobs, signs.give(lambda: bus.connected))]
         stopping = asyncio.create_task(stop.wait())
         log.info("ledger.ready", database=database.shown_url)
@@ -136,7 +165,7 @@ def main() -> int:
     observe.configure_logs("ledger")
     try:
         settings = read(LedgerSettings)
-        uvloop.run(serve(settings))
+        uvloop.run(replay(settings) if sys.argv[1:] == ["--replay"] else serve(settings))
     except (ValueError, BusError, DatabaseError) as error:
         print(f"ledger: {error}", file=sys.stderr)
         return 1

@@ -16,6 +16,7 @@ RUN_BY = {
     "newcomer": "tests/docs/test_platform.py",
     "up": "tests/docs/test_platform.py",
     "stopped": "tests/docs/test_platform.py",
+    "lost": "tests/docs/test_lost.py",
     "picture": "tests/docs/test_policies.py",
     "files": "tests/docs/test_files.py",
     "postgres": "tests/docs/test_files.py",

@@ -14,7 +14,7 @@ from gateway.http.errors import Problem
 from gateway.http.reserve import Reserve
 from gateway.ops.health import Health, Ready
 from gateway.ops.troubles import Troubles
-from store.db.database import Database
+from store.db.database import Database, DatabaseError
 
 
 class Gateway:
@@ -43,6 +43,30 @@ async def test_without_what_a_request_needs_it_is_not_ready(
     database: Database, tmp_path: Path, runtimes: int, connected: bool
 ) -> None:
     assert (await Gateway(database, tmp_path, runtimes, connected).answer())[0] == 503
+
+
+async def test_while_the_database_is_away_a_gateway_that_serves_known_keys_stays_ready(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway, fails = Gateway(database, tmp_path), [True]
+    revision = database.revision
+
+    async def away() -> str | None:
+        if fails[0]:
+            raise DatabaseError("away")
+        return await revision()
+
+    monkeypatch.setattr(database, "revision", away)
+    gateway.health.auth.kept_s = 60.0
+    status, ready = await gateway.answer()  # no key is known yet
+    assert (status, ready.missing) == (503, ["the database does not answer"])
+    fails[0] = False
+    assert (await gateway.answer())[0] == 200
+    fails[0] = True
+    status, ready = await gateway.answer()
+    assert (status, ready.ready, ready.degraded) == (200, True, ["the database does not answer"])
+    gateway.health.auth.kept_s = 0.0
+    assert (await gateway.answer())[0] == 503
 
 
 async def test_a_gateway_of_a_fleet_is_ready_without_a_runtime_and_says_that_there_is_none(

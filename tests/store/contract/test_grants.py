@@ -59,6 +59,7 @@ async def test_each_process_can_do_its_work(buses: dict[str, Bus]) -> None:
         await batch.ack()
         await batches.aclose()
         assert [usage.request for usage in batch.usages] == ["q1"]
+        assert await buses["ledger"].limit_usage(86_400) and await buses["ledger"].replay_usage(grants.BOOKS) == 1
     assert not [entry for entry in said if entry["event"] == "bus.forbidden"]
 
 
@@ -169,6 +170,7 @@ MAY_NOT_SAY = [
     (LEDGER, "$KV.quotas.t"),
     (LEDGER, "$JS.API.STREAM.DELETE.USAGE"),
     (LEDGER, "$JS.API.STREAM.PURGE.USAGE"),
+    (LEDGER, "$JS.API.CONSUMER.DELETE.USAGE.other"),
     (SCHEDULER, "rt.r1.run"),
     (SCHEDULER, "rt.r1.cancel"),
     (SCHEDULER, "gw.g-1.frames"),
@@ -185,6 +187,7 @@ MAY_NOT_SAY = [
     (GATEWAY, "$JS.API.STREAM.DELETE.USAGE"),
     (GATEWAY, "$JS.API.STREAM.PURGE.USAGE"),
     (GATEWAY, "$JS.API.CONSUMER.MSG.NEXT.USAGE.ledger"),
+    (GATEWAY, "$JS.API.CONSUMER.DELETE.USAGE.ledger"),
     (GATEWAY, "$JS.ACK.USAGE.ledger.1.1.1.1.0"),
 ]
 

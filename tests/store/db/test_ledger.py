@@ -13,8 +13,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import structlog
+from sqlalchemy import delete
 
 from store.bus import Bus
+from store.contract import wire
 from store.db import tables, usage
 from store.db.database import Database, now_us
 from store.db.ledger import consume, sweep
@@ -22,13 +24,14 @@ from tests.conftest import NatsServer
 from tests.store.db.test_usage import message
 
 ROOT = Path(__file__).parents[3]
+STACCATO = Path(sys.executable).with_name("staccato")
 
 
 class Ledger:
     """A process `python -m store.db.ledger`."""
 
-    def __init__(self, nats_url: str, database_url: str) -> None:
-        settings = {"STACCATO_NATS_URL": nats_url, "STACCATO_DATABASE_URL": database_url}
+    def __init__(self, nats_url: str, database_url: str, **settings: str) -> None:
+        settings |= {"STACCATO_NATS_URL": nats_url, "STACCATO_DATABASE_URL": database_url}
         command = [sys.executable, "-m", "store.db.ledger"]
         self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | settings, stderr=subprocess.PIPE)
 
@@ -75,6 +78,46 @@ async def test_usage_is_booked_once_through_kills_of_ledger_and_nats(
         finally:
             status, said = second.end(signal.SIGTERM)
     assert status == 0 and "Traceback" not in said, said
+
+
+async def test_usage_that_a_restored_database_lacks_is_booked_again(nats_server: NatsServer, database_url: str) -> None:
+    async with Database.open(database_url) as database, Bus.connect(nats_server.url, "test") as bus:
+        ledger = Ledger(nats_server.url, database_url)
+        try:
+            for n in range(30):
+                await bus.publish_usage(message(f"r{n}", output_tokens=n))
+            await _until(lambda: _output_tokens(database), 435)
+            async with database.write() as connection:  # the backup was older
+                await connection.execute(delete(tables.usage).where(tables.usage.c.output_tokens >= 10))
+            command = [STACCATO, "ledger", "--replay"]
+            told = os.environ | {"STACCATO_NATS_URL": nats_server.url, "STACCATO_DATABASE_URL": database_url}
+            said = await asyncio.to_thread(subprocess.run, command, env=told, check=True, capture_output=True)
+            assert said.stdout.startswith(b"30 messages of usage are booked again")
+            await _until(lambda: _output_tokens(database), 435)
+            await bus.publish_usage(message("r30", output_tokens=5))  # usage goes on as before
+            await _until(lambda: _output_tokens(database), 440)
+        finally:
+            ledger.end(signal.SIGTERM)
+
+
+async def test_the_stream_of_usage_has_a_limit_that_the_ledger_keeps(nats_server: NatsServer, sqlite_url: str) -> None:
+    async with Bus.connect(nats_server.url, "test") as bus:
+
+        async def age_s() -> int:
+            return int((await bus._js.stream_info(wire.USAGE_STREAM)).config.max_age or 0)
+
+        assert await age_s() == 0  # as made by any process
+        for settings, days in (({}, 35), ({"STACCATO_USAGE_DAYS": "2"}, 2), ({"STACCATO_USAGE_DAYS": "0"}, 0)):
+            ledger = Ledger(nats_server.url, sqlite_url, **settings)
+            try:
+                await _until(age_s, days * 86_400)
+            finally:
+                ledger.end(signal.SIGTERM)
+
+
+def test_a_limit_that_deletes_what_is_not_booked_is_refused(sqlite_url: str) -> None:
+    status, said = Ledger("nats://127.0.0.1:1", sqlite_url, STACCATO_USAGE_DAYS="0.5").end(signal.SIGCONT)
+    assert status == 1 and "STACCATO_USAGE_DAYS" in said and "1 day or more, or 0 for no end" in said
 
 
 async def test_a_locked_database_is_waited_for_with_a_line_in_the_log(nats_server: NatsServer, sqlite_url: str) -> None:
