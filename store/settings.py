@@ -72,7 +72,8 @@ def read(kind: type[Kind], secret: Collection[str] = (), **given: object) -> Kin
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
-        shown = "" if name in secret else f" is {str(first['input'])!r}"
+        missing = first["type"] == "missing"  # the input is all settings then, passwords included
+        shown = " is not set" if missing else "" if name in secret else f" is {str(first['input'])!r}"
         reason = _words(first["type"], first.get("ctx", {})) or first["msg"].removeprefix("Value error, ")
         raise SettingsError(f"{PREFIX}{name.upper()}{shown}: {reason}") from error
 
@@ -91,7 +92,7 @@ WORDS = {
     "less_than_equal": "write at most {le}",
     "literal_error": "choose one of {expected}",
     "enum": "choose one of {expected}",
-    "missing": "the setting is needed: set the variable",
+    "missing": "the setting is needed",
 }
 
 

@@ -35,10 +35,8 @@ SECONDS_PER_DAY = 86_400.0
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # pauses between attempts; the last pause is repeated
 
 
-class LedgerSettings(BaseSettings):
-    """Settings of the ledger, from `STACCATO_NATS_URL` and its like.
-
-    `STACCATO_DATABASE_URL` may be a file in the folder STACCATO_SECRETS."""
+class LedgerBusSettings(BaseSettings):
+    """Settings of the ledger's connection to the bus, from `STACCATO_NATS_URL` and its like."""
 
     model_config = SettingsConfigDict(env_prefix="STACCATO_", extra="ignore")
 
@@ -46,6 +44,11 @@ class LedgerSettings(BaseSettings):
     nats_credentials: Path | None = None
     nats_ca: Path | None = None  # PEM file of the authority of a tls:// server
     nats_replicas: Replicas = None  # also set on streams and buckets that are there
+
+
+class LedgerSettings(LedgerBusSettings):
+    """Settings of the ledger. `STACCATO_DATABASE_URL` may be a file in the folder STACCATO_SECRETS."""
+
     database_url: str
     request_days: float = Field(KEPT_DAYS, ge=0)  # breakdowns of requests are kept so long; 0: not at all
     usage_days: UsageDays = USAGE_DAYS
@@ -125,11 +128,11 @@ async def _book(database: Database, batch: UsageBatch, keeps_requests: bool = Tr
             attempt += 1
 
 
-def _identity(settings: LedgerSettings) -> tuple[grants.User, Path | None, Path | None, int | None]:
+def _identity(settings: LedgerBusSettings) -> tuple[grants.User, Path | None, Path | None, int | None]:
     return grants.LEDGER, settings.nats_credentials, settings.nats_ca, settings.nats_replicas
 
 
-async def replay(settings: LedgerSettings) -> None:
+async def replay(settings: LedgerBusSettings) -> None:
     """Have running ledgers, or else the next ledger, book the stream of usage from its start. Raises BusError."""
     async with Bus.connect(settings.nats_url, "replay", *_identity(settings)) as bus:
         messages = await bus.replay_usage(grants.BOOKS)
@@ -164,8 +167,10 @@ async def serve(settings: LedgerSettings) -> None:
 def main() -> int:
     observe.configure_logs("ledger")
     try:
-        settings = read(LedgerSettings)
-        uvloop.run(replay(settings) if sys.argv[1:] == ["--replay"] else serve(settings))
+        if sys.argv[1:] == ["--replay"]:
+            uvloop.run(replay(read(LedgerBusSettings)))
+        else:
+            uvloop.run(serve(read(LedgerSettings)))
     except (ValueError, BusError, DatabaseError) as error:
         print(f"ledger: {error}", file=sys.stderr)
         return 1

@@ -90,7 +90,7 @@ async def test_usage_that_a_restored_database_lacks_is_booked_again(nats_server:
             async with database.write() as connection:  # the backup was older
                 await connection.execute(delete(tables.usage).where(tables.usage.c.output_tokens >= 10))
             command = [STACCATO, "ledger", "--replay"]
-            told = os.environ | {"STACCATO_NATS_URL": nats_server.url, "STACCATO_DATABASE_URL": database_url}
+            told = os.environ | {"STACCATO_NATS_URL": nats_server.url}
             said = await asyncio.to_thread(subprocess.run, command, env=told, check=True, capture_output=True)
             assert said.stdout.startswith(b"30 messages of usage are booked again")
             await _until(lambda: _output_tokens(database), 435)
