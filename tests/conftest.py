@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -92,6 +93,11 @@ class NatsServer:
                 return
             time.sleep(0.02)
         raise RuntimeError("nats-server did not start")
+
+    def reload(self) -> None:
+        """Have the server read its configuration again."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGHUP)
 
     def kill(self) -> None:
         assert self._process is not None

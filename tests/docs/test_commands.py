@@ -17,6 +17,7 @@ RUN_BY = {
     "up": "tests/docs/test_platform.py",
     "stopped": "tests/docs/test_platform.py",
     "lost": "tests/docs/test_lost.py",
+    "root": "tests/docs/test_platform.py",
     "picture": "tests/docs/test_policies.py",
     "files": "tests/docs/test_files.py",
     "postgres": "tests/docs/test_files.py",
@@ -28,7 +29,7 @@ RUN_BY = {
 NOT_RUN = {
     "make": ("the set-up of an hour or the whole suite, of which this test is a part", 3),
     "docker": ("a container engine", 12),
-    "systemctl": ("root, and systemd as process 1", 25),
+    "systemctl": ("root, and systemd as process 1", 28),
     "kubectl": ("a cluster", 16),
     "helm": ("a cluster", 3),
     "internet": ("a hub; tests/gateway/cli/test_cli.py imports from one of its own", 2),

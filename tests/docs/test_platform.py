@@ -86,6 +86,17 @@ def test_the_runbook_rotates_a_key_and_takes_a_gpu_out(followed: Followed) -> No
     assert "DEVICE" in said["Take a GPU out"]
 
 
+def test_the_runbook_changes_the_root_key(followed: Followed) -> None:
+    platform, (block,) = followed.platform, under(RUNBOOK, "Rotate keys", "run: root")
+    write, tell = block.commands
+    assert tell == "pkill --full gateway.app --signal TERM"
+    old, gateway = platform.admin_key, platform.child("gateway.app")
+    run(write, followed.place)
+    gateway.terminate()  # this platform's gateway alone: the command would end the gateways of other tests, too
+    platform.until(lambda: platform.get("/api/v1/tenants").status_code == 200)
+    assert platform.get("/api/v1/tenants", key=old).status_code == 401
+
+
 def test_a_restored_database_has_what_came_after_the_backup_too(followed: Followed) -> None:
     """The last test: the platform is started anew."""
     platform = followed.platform

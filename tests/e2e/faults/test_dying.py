@@ -79,7 +79,13 @@ def test_a_platform_without_a_runtime_says_so_in_seconds(tmp_path: Path) -> None
     try:
         platform.start("--runtimes", "0")
         platform.until(lambda: "no runtime is started here" in (tmp_path / "data.up.log").read_text())
-        assert platform.get("/readyz").json() == {"ready": True, "missing": [], "runtimes": 0, "dying": []}
+        assert platform.get("/readyz").json() == {
+            "ready": True,
+            "missing": [],
+            "runtimes": 0,
+            "dying": [],
+            "degraded": [],
+        }
         platform.tenant("acme")
         platform.model("faq", ROOT / "deploy" / "demo" / "models" / "faq")
         command = [
