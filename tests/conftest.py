@@ -78,11 +78,14 @@ class NatsServer:
         self.url = f"nats://127.0.0.1:{self.port}"
         folder.mkdir(parents=True, exist_ok=True)
         self._config = folder / "nats.conf"
-        self._config.write_text(
-            f'listen: "127.0.0.1:{self.port}"\nmax_payload: 8MB\njetstream {{ store_dir: "{folder}/js" }}\n'
-            + authorization
-        )
+        self.configure(authorization)
         self._process: subprocess.Popen[bytes] | None = None
+
+    def configure(self, authorization: str) -> None:
+        """Write the configuration, which the server reads at its next start."""
+        store = self._config.parent / "js"
+        own = f'listen: "127.0.0.1:{self.port}"\nmax_payload: 8MB\njetstream {{ store_dir: "{store}" }}\n'
+        self._config.write_text(own + authorization)
 
     def start(self) -> None:
         binary = Path(sysconfig.get_path("scripts")) / "nats-server"

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from gateway.ops import bus_users
 from store.bus import Bus, BusError
 from store.contract import grants, wire
 from store.contract.joining import claims, proofs
 from store.contract.wire import Lease
 from store.keypairs import SigningKey, new_seed
 from tests.conftest import soon
-from tests.gateway.joining.fleet import JoinFleet, fleet_of
+from tests.gateway.joining.fleet import CONFIGURED, JoinFleet, fleet_of
 from tests.gateway.joining.fleet import fleet as fleet
 
 REFUSED = "refuses the user runtime-"
@@ -65,6 +66,24 @@ async def test_a_runtime_joins_with_a_token_and_then_by_its_key_after_restarts_o
         await soon(lambda: bus.connected)
         await bus.put(wire.LEASES, "r1", lease("r1"))
     async with fleet.connect("r1", token) as bus:  # a token left in the settings does no harm
+        await bus.put(wire.LEASES, "r1", lease("r1"))
+
+
+async def test_after_a_change_of_issuer_and_service_joined_runtimes_come_again_by_their_keys(fleet: JoinFleet) -> None:
+    """The step of the runbook, with the files that the step's command makes."""
+    async with fleet.connect("r1", await fleet.token("r1")) as bus:
+        before = fleet.own.signing_key().public_key
+        for name in (bus_users.ISSUER_FILE, "join.nk"):
+            (fleet.users / name).unlink()
+        users = bus_users.make_joining(fleet.users, CONFIGURED)
+        assert fleet.own.signing_key().public_key != before
+        fleet.server.kill()
+        await soon(lambda: not bus.connected)
+        fleet.server.configure(users)
+        fleet.server.start()  # nats-server 2.15 refuses to reload users while logins are asked for
+        await fleet.stop_service()
+        await fleet.start_service()
+        await soon(lambda: bus.connected)
         await bus.put(wire.LEASES, "r1", lease("r1"))
 
 
