@@ -141,8 +141,10 @@ class Fleet:
                 moves.update({id: count - last.get(id, 0) for id, count in now.items() if count > last.get(id, 0)})
                 last = now
 
-    async def stream(self, model: str, number: int, tokens: int = TOKENS, **sampling: object) -> list[int]:
-        """Tokens of a stream to its end. Fails on an error or a silence."""
+    async def stream(
+        self, model: str, number: int, tokens: int = TOKENS, url: str | None = None, **sampling: object
+    ) -> list[int]:
+        """Tokens of a stream to its end. Fails on an error or a silence. `url`: of another gateway."""
         body = {"model": model, "prompt": [5 + number, 6, 7], "max_tokens": tokens, "ignore_eos": True, "stream": True}
         body |= {"temperature": 0, "return_token_ids": True} | sampling
         headers = {"authorization": f"Bearer {self.platform.keys['acme']}"}
@@ -150,7 +152,9 @@ class Fleet:
         try:
             async with (
                 httpx.AsyncClient(timeout=SILENCE_MOST_S) as client,
-                client.stream("POST", f"{self.platform.url}/v1/completions", json=body, headers=headers) as response,
+                client.stream(
+                    "POST", f"{url or self.platform.url}/v1/completions", json=body, headers=headers
+                ) as response,
             ):
                 assert response.status_code == 200, await response.aread()
                 async for line in response.aiter_lines():
