@@ -1,7 +1,7 @@
 """A slow link that loses packets, between the TUN devices of two network namespaces.
 
 Kernels without netem have no such link. `python -m tests.e2e.faults.lossy FD FD DELAY_S LOSS SEED` carries packets
-from each device to the other until killed. A line `PORT` on standard input cuts TCP connections to this port: their
+between the devices until killed. A line `PORT` on standard input cuts TCP connections to the port: the connections'
 packets are lost until an empty line mends the connections.
 """
 
@@ -62,7 +62,7 @@ class Direction:
 
 
 def ports(packet: bytes) -> tuple[int, ...]:
-    """Both ports of a TCP packet of IPv4; none of any other packet."""
+    """Both ports of a TCP packet of IPv4; empty for a packet of another protocol."""
     header = (packet[0] & 15) * 4
     if packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP or len(packet) < header + 4:
         return ()
