@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
@@ -65,8 +64,9 @@ async def test_a_lost_runtime_is_nothing_to_do(operated: Operated) -> None:
 
 async def test_nats_that_lost_its_disk_is_filled_again(operated: Operated) -> None:
     async with operated.streaming():
+        folder = operated.fleet.platform.data / "nats"
+        folder.rename(folder.with_name("lost"))
         operated.fleet.platform.child("nats-server").kill()
-        shutil.rmtree(operated.fleet.platform.data / "nats")
     assert '{"ready":true,' in await operated.follow("NATS lost")
 
 
