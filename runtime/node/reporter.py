@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import Callable
 
 from runtime.core.fleet.report import report_of
 from runtime.core.ledgers.costs import LawCosts
@@ -13,17 +14,16 @@ from runtime.node.lease import LeaseKeeper
 from runtime.node.own import OwnState
 from store.bus import Bus, BusError
 from store.contract import wire
-from store.contract.reports import Report, report_subject
+from store.contract.reports import PERIOD_S_MOST, Report, period_s, report_subject
 
-PERIOD_S = 0.25  # between two reports of a runtime with requests
-IDLE_PERIOD_S = 1.0  # between two reports of a runtime without requests
-APART_S = 0.05  # least time between two reports
+IDLE_PERIOD_S = PERIOD_S_MOST  # between two reports of a runtime without requests
+APART = 0.2  # least time between two reports, in periods
 
 
 class Reporter:
     """Publishes the reports of a runtime.
 
-    `costs`: costs of the models hosted on this runtime."""
+    `costs`: costs of the models hosted on this runtime. `runtimes`: number of runtimes of the fleet."""
 
     def __init__(
         self,
@@ -32,27 +32,28 @@ class Reporter:
         gateways: Gateways,
         lease: LeaseKeeper,
         costs: LawCosts,
+        runtimes: Callable[[], int],
     ) -> None:
         self._bus, self._own, self._gateways, self._lease = bus, own, gateways, lease
-        self._costs = costs
+        self._costs, self._runtimes = costs, runtimes
         self._seq = 0
         self._last: Report | None = None
         self._sent_at = 0.0
 
     async def keep(self) -> None:
-        """Publish a report every PERIOD_S seconds, and sooner when requests or weights of a model came or went."""
+        """Publish a report each period, and sooner when requests or weights of a model came or went."""
         clock, due = asyncio.get_running_loop().time, self._own.report_due
         while True:
             due.clear()
-            report = self._report()
-            period_s = PERIOD_S if report.seats else IDLE_PERIOD_S
-            if self._last is None or _differ(report, self._last) or clock() >= self._sent_at + period_s:
+            report, busy_s = self._report(), period_s(self._runtimes())
+            wait_s = busy_s if report.seats else IDLE_PERIOD_S
+            if self._last is None or _differ(report, self._last) or clock() >= self._sent_at + wait_s:
                 self._last, self._sent_at = report, clock()
                 with contextlib.suppress(BusError):  # NATS is away: gateways know
                     await self._bus.publish(report_subject(self._own.id), wire.encode(report))
-            await asyncio.sleep(APART_S)
+            await asyncio.sleep(APART * busy_s)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, self._sent_at + period_s - clock())):
+                async with asyncio.timeout(max(0.0, self._sent_at + wait_s - clock())):
                     await due.wait()
 
     def _report(self) -> Report:

@@ -103,7 +103,7 @@ class Node:
             settings.law,
         )
         self._lease = LeaseKeeper(bus, own, self, gateways, self._serving, child, self._migrations, settings.law)
-        self._reporter = Reporter(bus, own, gateways, self._lease, self._serving.costs)
+        self._reporter = Reporter(bus, own, gateways, self._lease, self._serving.costs, self._fleet_size)
         self._views = Views(own.id, self.device)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -164,6 +164,9 @@ class Node:
 
     def _peer_changed(self, id: str, lease: wire.Lease | None) -> None:
         self._peers.changed(id, lease, time.monotonic())
+
+    def _fleet_size(self) -> int:
+        return 1 + len(self._peers.there(time.monotonic()))
 
     def _spec_changed(self, key: str, value: bytes | None) -> None:
         spec = None if value is None else wire.decode(wire.EngineSpec, value)

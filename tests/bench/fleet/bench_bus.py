@@ -64,7 +64,7 @@ async def generate(url: str, replicas: int, runtimes: int, models: int) -> None:
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async with Bus.connect(url, "generator", replicas=replicas) as bus:
-        played = [CountingRuntime(bus, number, names) for number in range(runtimes)]
+        played = [CountingRuntime(bus, number, names, runtimes) for number in range(runtimes)]
         tasks = [asyncio.create_task(each.play(loop.time() + 3600)) for each in played]
         while await reader.readline():
             for task in tasks[:DYING]:

@@ -55,7 +55,6 @@ from runtime.core.fleet.dispatch import NO_RUNTIMES, SeenFleet  # noqa: E402
 from runtime.core.fleet.roles import RoleRule  # noqa: E402
 from runtime.core.ledgers.costs import Law, Profile, load_profile  # noqa: E402
 from runtime.core.turns.slack import Slack  # noqa: E402
-from runtime.node.reporter import PERIOD_S  # noqa: E402
 from runtime.sim.device import SimulatedDevice  # noqa: E402
 from runtime.sim.dispatch.base import Assigned  # noqa: E402
 from runtime.sim.dispatch.gateways import GatewayDispatch, choose_serving, gateway_of  # noqa: E402
@@ -69,6 +68,7 @@ from runtime.sim.world import World, kept_of  # noqa: E402
 from store.bus import Bus  # noqa: E402
 from store.contract import grants, wire  # noqa: E402
 from store.contract.priorities import Priority  # noqa: E402
+from store.contract.reports import PERIOD_S  # noqa: E402
 from store.contract.wire import EngineSpec  # noqa: E402
 from store.tasks import ended  # noqa: E402
 from tests.bench.fleet import paced, paced_gateway  # noqa: E402

@@ -1,11 +1,12 @@
 """Costs of the leases and reports of a large fleet, for the bus and for a gateway.
 
-A generator plays the runtimes on a real NATS server: reports four times a second, and a lease each second, split as
-nodes split leases (store/contract/leases.py). A runtime serves all models and has requests of 30 models; from a report
-to the next, a model of the 30 gives way to a further model. A second process is a gateway's view of the fleet
-(gateway/streams/runtimes.py) and nothing else. The answer has, for a window after all bases came: the bytes that the
-view got each second, CPU time of the view and of the server as shares of a core, and the sizes of a lease, of a lease
-with the states of all models, and of a report. Aims: 2 MB/s of reports, and 1 % of a core (bench_dispatch.py).
+A generator plays the runtimes on a real NATS server: reports as often as in a fleet of that size, and a lease each
+second, split as nodes split leases (store/contract/leases.py). A runtime serves all models and has requests of 30
+models; from a report to the next, a model of the 30 gives way to a further model. A second process is a gateway's view
+of the fleet (gateway/streams/runtimes.py) and nothing else. The answer has, for a window after all bases came: the
+bytes that the view got each second, CPU time of the view and of the server as shares of a core, and the sizes of a
+lease, of a lease with the states of all models, and of a report. Aims: 2 MB/s of reports, and 1 % of a core
+(bench_dispatch.py).
 
 `python tests/bench/fleet/bench_reports.py [--runtimes 256] [--models 2800] [--seconds 20]`
 """
@@ -31,11 +32,12 @@ from gateway.streams.runtimes import RuntimesView  # noqa: E402
 from store.bus import Bus, BusError  # noqa: E402
 from store.contract import wire  # noqa: E402
 from store.contract.leases import LeaseParts  # noqa: E402
-from store.contract.reports import report_subject  # noqa: E402
-from tests.bench.fleet.bench_dispatch import PERIOD_S, Busy  # noqa: E402
+from store.contract.reports import period_s, report_subject  # noqa: E402
+from tests.bench.fleet.bench_dispatch import Busy  # noqa: E402
 from tests.bench.timing import load  # noqa: E402
 from tests.conftest import NatsServer  # noqa: E402
 
+LEASED_S = 0.9  # a report less than a second after the last lease comes without a lease
 IDLE = wire.ModelState(
     residency=wire.Residency.STAGED,
     load_ms=812.5,
@@ -52,7 +54,9 @@ IDLE = wire.ModelState(
 class PlayedRuntime:
     """A runtime as the bus hears the runtime."""
 
-    def __init__(self, bus: Bus, number: int, names: list[str]) -> None:
+    def __init__(self, bus: Bus, number: int, names: list[str], runtimes: int) -> None:
+        """`runtimes`: number of runtimes of the fleet."""
+        self._period_s, self._leased_at = period_s(runtimes), 0.0
         self._bus, self.id = bus, f"runtime-{number:04d}"
         rng = random.Random(number)
         self._busy = Busy(rng, rng.sample(names, min(len(names), 64)), self.id)
@@ -62,13 +66,14 @@ class PlayedRuntime:
     async def play(self, until: float) -> None:
         """Publish reports and leases until the event loop's time is `until`."""
         loop = asyncio.get_running_loop()
-        due = loop.time() + random.random() * PERIOD_S
+        due = loop.time() + random.random() * self._period_s
         while due < until:
             await asyncio.sleep(due - loop.time())
-            due += PERIOD_S
+            due += self._period_s
             self._seq += 1
             await self._bus.publish(report_subject(self.id), self._busy.encoded(self._seq))
-            if self._seq % 4 == 1:
+            if loop.time() > self._leased_at + LEASED_S:
+                self._leased_at = loop.time()
                 base, lease = self._parts.split(self.lease(), loop.time())
                 try:
                     if base is not None:
@@ -91,7 +96,7 @@ class PlayedRuntime:
 async def generate(url: str, runtimes: int, models: int, seconds: float) -> None:
     names = [f"{random.Random(number).getrandbits(96):024x}" for number in range(models)]
     async with Bus.connect(url, "generator") as bus:
-        played = [PlayedRuntime(bus, number, names) for number in range(runtimes)]
+        played = [PlayedRuntime(bus, number, names, runtimes) for number in range(runtimes)]
         whole, report = played[0].lease(), played[0]._busy.encoded(1)
         parts = LeaseParts()
         parts.split(whole, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,7 +15,7 @@ from runtime.node.own import DrainedBy
 from runtime.node.runtime import Node
 from store.bus import Bus
 from store.contract import wire
-from store.contract.reports import Report, report_subject
+from store.contract.reports import Report, period_s, report_subject
 from store.contract.wire import Delta, Finish, ModelState, Residency
 from store.tasks import ended
 from tests.conftest import NatsServer, soon
@@ -62,3 +63,16 @@ async def test_a_runtime_that_drains_says_so_though_it_is_idle(told: tuple[Node,
     await soon(lambda: heard[-1].draining)
     node._own.drained_by = None
     await ended(node._moves.emptying)  # type: ignore[arg-type]
+
+
+async def test_a_runtime_of_a_large_fleet_reports_less_often(told: tuple[Node, list[Report]]) -> None:
+    """A fleet of 1,024 runtimes sends a gateway as many reports a second as a fleet of 256."""
+    assert [period_s(runtimes) for runtimes in (1, 256, 512, 1024, 4096)] == [0.25, 0.25, 0.5, 1.0, 1.0]
+    node, heard = told
+    for number in range(1023):
+        node._peer_changed(f"p{number}", wire.Lease(runtime=f"p{number}", epoch=1, engine="e"))
+    node._streams.open(run(1))
+    await soon(lambda: bool(heard) and "m" in heard[-1].seats)  # at once, for requests came
+    came, at = len(heard), time.monotonic()
+    await soon(lambda: len(heard) > came)
+    assert time.monotonic() - at > 0.8
