@@ -27,6 +27,7 @@ from runtime.sim.report import LaneSpan, attainment_svg, chrome_trace, timeline_
 from runtime.sim.trace import read_lengths, read_trace, read_windows
 from runtime.sim.workload import LENGTHS, Workload, base, divided, flooded, prioritised, replicated, servegen
 from runtime.sim.world import SimulationResult
+from store.contract.reports import period_s
 
 PROFILES = Path(__file__).parents[2] / "deploy" / "profiles"
 USAGE = 2
@@ -151,7 +152,7 @@ def _fleet_options(parser: argparse.ArgumentParser) -> None:
     option("--ttft", type=_seconds, default=10.0, help="when the first token is due [10s]")
     option("--tbt", type=_seconds, default=0.1, help="between two tokens [100ms]")
     option("--gateways", type=_count, help=f"gateways that choose GPUs for requests [{AS_GATEWAYS_SEE.gateways}]")
-    option("--report-period", type=_seconds, help="between the reports of a GPU to the gateways [250ms]")
+    option("--report-period", type=_seconds, help="between two reports of a GPU [as nodes do: 250ms to 1s]")
     option("--host-cache", type=_positive, metavar="GIB", help="for images, of each GPU [room for all]")
     option("--host-cache-free", type=_part, metavar="SHARE", help="of it for parked requests and prefixes [0]")
     option("--disk", type=_positive, metavar="GB/S", help="reads images that leave the host cache [2]")
@@ -211,11 +212,9 @@ def _changes(chosen: argparse.Namespace) -> Changes:
 def _sight(chosen: argparse.Namespace) -> Sight:
     """Raises ValueError for --exact with options of the reports, so that no option is silently ignored."""
     if not chosen.exact:
-        gateways, period_s = (
-            chosen.gateways or AS_GATEWAYS_SEE.gateways,
-            chosen.report_period or AS_GATEWAYS_SEE.period_s,
-        )
-        return Sight(gateways, period_s, seed=getattr(chosen, "seed", AS_GATEWAYS_SEE.seed))
+        gpus = chosen.gpus if isinstance(chosen.gpus, int) else 1  # `plan` looks for the number
+        gateways, every_s = chosen.gateways or AS_GATEWAYS_SEE.gateways, chosen.report_period or period_s(gpus)
+        return Sight(gateways, every_s, seed=getattr(chosen, "seed", AS_GATEWAYS_SEE.seed))
     if chosen.gateways or chosen.report_period:
         raise ValueError("--exact needs no reports: leave out --gateways and --report-period")
     return Sight(exact=True)

@@ -80,6 +80,8 @@ def test_gateways_and_the_age_of_their_reports_are_said(capsys: pytest.CaptureFi
     few = told(capsys, "sim", *QUICK, "--gateways", "2", "--report-period", "1s")
     assert (usual["gateways"], usual["report_period_s"]) == (4, 0.25)
     assert (few["gateways"], few["report_period_s"]) == (2, 1.0)
+    large = told(capsys, "sim", "--gpus", "512", "--models-per-gpu", "0.02", "--duration", "2s")
+    assert large["report_period_s"] == 0.5, "as nodes of a fleet of that size report"
     assert exact["exact"] is True and "gateways" not in exact
     assert exact["events"] < few["events"] < usual["events"]  # type: ignore[operator]
 
