@@ -30,10 +30,14 @@ class _Entry(Generic[V]):
     last_at: float
     slow: bool = False  # a caller has lost patience
 
+    @property
+    def answered(self) -> bool:
+        return self.asked.done() and not self.asked.cancelled() and self.asked.exception() is None
+
     def note(self, asked: asyncio.Future[V]) -> None:
         """Remember an answer that has come."""
         self.slow = False
-        if not asked.cancelled() and asked.exception() is None:
+        if self.answered:
             self.last, self.last_at = asked.result(), self.at
 
     async def comes(self) -> bool:
@@ -67,6 +71,8 @@ class Cache(Generic[K, V]):
             self._entries[key] = entry
             if len(self._entries) > self._most:
                 del self._entries[next(iter(self._entries))]
+        if entry.answered:
+            return entry.asked.result()
         kept = entry.last if now < entry.last_at + self._kept_s else None
         if kept is not None and not await entry.comes():
             return kept
