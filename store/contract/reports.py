@@ -10,8 +10,8 @@ import msgspec
 
 from store.contract.wire import Message, Role
 
-PERIOD_S = 0.25  # between two reports of a runtime with requests, in a fleet of at most PROMPT_MOST runtimes
-PROMPT_MOST = 256
+PERIOD_S = 0.25  # between two reports of a runtime with requests, in a fleet of at most SMALL_FLEET runtimes
+SMALL_FLEET = 256
 PERIOD_S_MOST = 1.0
 
 
@@ -25,7 +25,7 @@ def period_s(runtimes: int) -> float:
 
     Every gateway reads every report. Runtimes of a large fleet report less often, so that a gateway reads as many
     reports a second, until PERIOD_S_MOST is reached: gateways with reports that old choose nearly as well."""
-    return min(PERIOD_S_MOST, PERIOD_S * max(1.0, runtimes / PROMPT_MOST))
+    return min(PERIOD_S_MOST, PERIOD_S * max(1.0, runtimes / SMALL_FLEET))
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True, gc=False):

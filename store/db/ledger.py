@@ -31,7 +31,6 @@ BATCH_MOST = 2000  # an empty transaction costs as much as 500 rows
 SWEEP_PERIOD_S = 60.0  # also before the first sweep: by then the usage waiting in the stream is booked
 FORGETTING_MOST = 10  # transactions in a row; a transaction deletes some thousand requests
 LIMIT_PERIOD_S = 600.0
-SECONDS_PER_DAY = 86_400.0
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # pauses between attempts; the last pause is repeated
 
 
@@ -100,9 +99,10 @@ async def forget(database: Database, request_days: float, period_s: float = SWEE
 
 async def limit_stream(bus: Bus, usage_days: float, period_s: float = LIMIT_PERIOD_S) -> None:
     """Endless: keep the stream of usage from growing without end, also if a process has made the stream again."""
+    age_s = usage_days * usage.DAY_US // 1_000_000  # whole seconds: the servers' answer is compared
     while True:
         try:
-            if await bus.limit_usage(usage_days * SECONDS_PER_DAY):
+            if await bus.limit_usage(age_s):
                 log.info("ledger.stream_limited")
         except BusError as error:
             log.warning("ledger.stream_not_limited", error=str(error))

@@ -27,12 +27,11 @@ from runtime.core.fleet.dispatch import Coldness, SeenFleet  # noqa: E402
 from runtime.core.ledgers.costs import load_profile  # noqa: E402
 from runtime.sim.workload import BASE_SIZES  # noqa: E402
 from store.contract import wire  # noqa: E402
-from store.contract.reports import Report, Seat  # noqa: E402
+from store.contract.reports import PERIOD_S, Report, Seat  # noqa: E402
 from tests.bench.timing import load, spread  # noqa: E402
 
 PROFILE = load_profile((ROOT / "deploy" / "profiles" / "h100.json").read_bytes(), "h100.json")
 RUNTIMES, MODELS, BUSY, SEATS, HERE, OWN = 256, 2800, 2200, 30, 10, 8
-PERIOD_S = 0.25
 REPEATS = 5
 
 

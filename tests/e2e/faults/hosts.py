@@ -93,13 +93,13 @@ class Host:
         ip("link", "set", self.cable, "up")
 
 
-def namespaces() -> str:
-    """Why network namespaces can't be made, or ""."""
+def namespaces(delay_s: float = 0.0) -> str:
+    """Why network namespaces with a cable of this delay can't be made, or ""."""
     try:
-        with Host.plugged_in():
+        with Host.plugged_in(delay_s):
             return ""
     except (OSError, subprocess.CalledProcessError) as error:
-        return f"network namespaces need root and iproute2: {error}"
+        return f"network namespaces need root and iproute2, and a slow cable /dev/net/tun: {error}"
 
 
 @contextlib.asynccontextmanager

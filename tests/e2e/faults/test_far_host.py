@@ -73,7 +73,7 @@ def gateway_on(host: Host, fleet: Fleet, bus: int, folder: Path) -> Iterator[str
 
 @pytest.fixture
 async def far(tmp_path: Path) -> AsyncIterator[Far]:
-    if reason := namespaces():
+    if reason := namespaces(DELAY_S):
         pytest.skip(reason)
     crossing = {"STACCATO_TRANSPORT_BIND": HERE, "STACCATO_TRANSPORT_PLAINTEXT": "true"}
     with (
