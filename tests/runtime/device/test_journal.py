@@ -461,7 +461,7 @@ def test_a_runtime_that_is_killed_leaves_its_journal(nats_server: NatsServer, tm
     runtime = subprocess.Popen(
         [sys.executable, "-m", "runtime.node"], cwd=ROOT, env=environment, start_new_session=True
     )
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     try:
         while not (path.exists() and any(isinstance(record, AnswerRecord) for record in records(path.read_bytes()))):
             assert time.monotonic() < deadline and runtime.poll() is None, "the device never came to a decision"
