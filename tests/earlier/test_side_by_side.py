@@ -6,16 +6,13 @@ The order is the runbook's: migration, ledger, gateway, runtime. The tree of 71e
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
-import re
 import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +22,13 @@ import psutil
 import pytest
 
 from store.db.database import head
-from tests.conftest import ROOT, NatsServer, free_port
+from tests.conftest import NatsServer, free_port
 from tests.e2e.conftest import AWAKE, MODELS, READY_S, Platform
 from tests.earlier.installation import TENANT, Sent, asked
+from tests.earlier.tree import unpacked
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # two platforms start, one after the other
 
-COMMIT = "71e32b0"
 MODEL = "faq"
 QUESTIONS = ("What is a turn?", "What is a page?")
 TOKENS = 900
@@ -41,25 +38,7 @@ SETTINGS = {"STACCATO_HOST_CACHE": "256MiB", "STACCATO_HANG_S": "600"}  # a devi
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tree of 71e32b0, with the tree's memory library built.
-
-    Skips if git's history lacks the commit, or if the tree's packages are no longer installed."""
-    packed = subprocess.run(["git", "archive", COMMIT], cwd=ROOT, capture_output=True) if shutil.which("git") else None
-    if packed is None or packed.returncode:
-        pytest.skip(f"the history of git lacks {COMMIT}: fetch the whole history")
-    folder = tmp_path_factory.mktemp("earlier") / COMMIT
-    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
-        archive.extractall(folder, filter="data")
-    if lacking := pins(folder) - pins(ROOT):
-        pytest.skip(f"{COMMIT} needs packages that are not installed: {', '.join(sorted(lacking))}")
-    subprocess.run(["make", "--silent", "-C", folder / "csrc"], check=True, stdout=subprocess.DEVNULL)
-    return folder
-
-
-def pins(tree: Path) -> set[str]:
-    """Locked packages as NAME==VERSION, with names as indexes write names."""
-    found = re.findall(r"^([\w.-]+)==([\w.+-]+)", (tree / "requirements.lock").read_text(), re.MULTILINE)
-    return {f"{name.lower().replace('_', '-')}=={version}" for name, version in found}
+    return unpacked(tmp_path_factory.mktemp("earlier"))
 
 
 @dataclass

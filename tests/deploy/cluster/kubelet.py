@@ -23,7 +23,7 @@ READY_S = 300.0  # four processes may import vLLM at once, on two cores
 
 class Cluster:
     def __init__(self, folder: Path, supplies: Supplies, network: PodNetwork) -> None:
-        self._folder, self._supplies, self._network = folder, supplies, network
+        self.folder, self._supplies, self._network = folder, supplies, network
         self._objects: dict[tuple[str, str], Object] = {}
         self.pods: dict[str, list[Pod]] = {}  # by workload
         self.ports: dict[str, int] = {}  # ports of this host, by service
@@ -71,6 +71,12 @@ class Cluster:
         name = pod.name if self._workload(workload)[0] == "StatefulSet" else ""
         self._end(workload, pod)
         return self._begin(workload, name)
+
+    def remove(self, workload: str) -> None:
+        """Delete a workload that a release no longer has, the pod with the highest number first."""
+        for pod in reversed([*self.pods[workload]]):
+            self._end(workload, pod)
+        del self._objects[self._workload(workload)[0], workload], self.pods[workload]
 
     def await_ready(self, timeout_s: float = READY_S) -> None:
         deadline = time.monotonic() + timeout_s
@@ -136,7 +142,7 @@ class Cluster:
     def _pod(self, workload: str, name: str) -> Pod:
         self._count += 1
         template = self._workload(workload)[1]["spec"]["template"]
-        return Pod(name, template, self._folder / f"pod-{self._count}-{name}", self._network, self._supplies)
+        return Pod(name, template, self.folder / f"pod-{self._count}-{name}", self._network, self._supplies)
 
     def _end(self, workload: str, pod: Pod) -> None:
         pod.delete()

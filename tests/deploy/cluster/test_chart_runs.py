@@ -5,164 +5,20 @@ own; services pass connections on to ready pods. Only images are missing: pods h
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import copy
-import json
-import os
-import re
-import subprocess
-import sysconfig
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
-from deploy.demo.random_weights import write_random
-from gateway.ops.bus_servers import nats_binary
-from tests.conftest import ROOT
-from tests.databases import programs
-from tests.deploy.cluster.kubelet import Cluster
-from tests.deploy.cluster.network import namespaces
-from tests.deploy.cluster.pod import Image, Supplies
+from tests.deploy.cluster.installation import TOKENS, ChartInstallation, cluster, until
 from tests.deploy.helm import helm
-from tests.deploy.tools import DEPLOY
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 RUNTIMES = "st-runtime-cpu"
 NODES = 3  # most nodes at a time
-STREAMS, TOKENS = 8, 300
-POSTGRES = r"""
-if [ ! -s "$PGDATA/PG_VERSION" ]; then
-    initdb -D "$PGDATA" -U "$POSTGRES_USER" --pwfile="$POSTGRES_PASSWORD_FILE" -A scram-sha-256 --no-sync -E UTF8
-    printf 'local all all trust\nhost all all all scram-sha-256\n' > "$PGDATA/pg_hba.conf"
-    pg_ctl -D "$PGDATA" -o "-c listen_addresses= -k /var/run/postgresql" -w start
-    createdb -h /var/run/postgresql -U "$POSTGRES_USER" "$POSTGRES_DB"
-    pg_ctl -D "$PGDATA" -w stop
-fi
-exec postgres -c listen_addresses=* -c unix_socket_directories=/var/run/postgresql
-"""  # as the image's entry point does
-
-
-def images(tree: Path) -> dict[str, Image]:
-    """Programs for the chart's images; Staccato's are those of the tree."""
-    text = (tree / "deploy/docker/Dockerfile").read_text()
-    (base,) = re.findall(r"^ENV (HOME=(?:.*\\\n)*.*)$", text, re.MULTILINE)
-    settings = dict(word.split("=", 1) for word in base.replace("\\\n", " ").split())
-    settings["PATH"] = settings["PATH"].replace("$PATH", os.environ["PATH"])
-    settings["STACCATO_HOST"] = "0.0.0.0"
-    found = programs()
-    if found is None:
-        pytest.skip("no PostgreSQL: install Debian's `postgresql`")
-    own = Image(
-        [f"{settings['PATH'].split(':')[0]}/python", "-P", "/opt/staccato/deploy/docker/staccato"], settings, tree
-    )
-    nats = Image([str(nats_binary())], {"PATH": os.environ["PATH"]}, tree)
-    postgres = Image(["sh", "-ec", POSTGRES], {"PATH": f"{found}:{os.environ['PATH']}"}, tree)
-    return {"staccato/": own, "nats:": nats, "postgres:": postgres}
-
-
-class Installation:
-    """The chart in a cluster: a tenant, a model, and the streams of the tenant's clients."""
-
-    def __init__(self, cluster: Cluster, admin_key: str) -> None:
-        self.cluster, self._admin = cluster, {"authorization": f"Bearer {admin_key}"}
-        self.url = f"http://127.0.0.1:{cluster.ports['st-gateway']}"
-        self.post("/api/v1/tenants", {"name": "acme"})
-        self.key = self.post("/api/v1/tenants/acme/keys", {"name": "test"})["key"]
-        self.calm: dict[int, list[int]] = {}
-        self.answers = 0
-
-    def post(self, path: str, body: object) -> Any:
-        answer = httpx.post(self.url + path, json=body, headers=self._admin, timeout=60)
-        assert answer.status_code < 300, answer.text
-        return answer.json()
-
-    def get(self, path: str) -> Any:
-        answer = httpx.get(self.url + path, headers=self._admin, timeout=60)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def deploy(self, name: str) -> None:
-        self.post("/api/v1/models", {"name": name, "source": f"/models/{name}"})
-        until(lambda: self.get(f"/api/v1/models/{name}")["state"] != "importing")
-        assert (model := self.get(f"/api/v1/models/{name}"))["state"] == "ready", model["reason"]
-        body = {"name": name, "model": name, "tenant": "acme", "dtype": "float32", "scaling": {"idle": "never"}}
-        id = self.post("/api/v1/deployments", body)["id"]
-        until(lambda: self.get(f"/api/v1/deployments/{id}")["status"]["phase"] in ("awake", "failed"))
-        assert (status := self.get(f"/api/v1/deployments/{id}")["status"])["phase"] == "awake", status
-
-    def usage(self) -> tuple[int, int]:
-        """Requests and output tokens that are booked."""
-        rows = self.get("/api/v1/usage?group_by=deployment&tenant=acme")["data"]
-        return sum(int(row["requests"]) for row in rows), sum(int(row["output_tokens"]) for row in rows)
-
-    async def stream(self, number: int) -> list[int]:
-        """Tokens of a stream, to its end. Fails on an error."""
-        body = {"model": "slow", "prompt": [5 + number, 6, 7], "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
-        body |= {"temperature": 0, "return_token_ids": True}
-        said: list[int] = []
-        headers = {"authorization": f"Bearer {self.key}"}
-        async with (
-            httpx.AsyncClient(timeout=120) as client,
-            client.stream("POST", f"{self.url}/v1/completions", json=body, headers=headers) as response,
-        ):
-            assert response.status_code == 200, await response.aread()
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    told = json.loads(line.removeprefix("data: "))
-                    assert "error" not in told, told
-                    said += told["choices"][0].get("token_ids") or []
-        self.answers += 1
-        return said
-
-    async def streams(self, until_true: Callable[[], bool]) -> int:
-        """Keep STREAMS streams open until the condition is true. Returns the number of answers, each of them right."""
-
-        async def keep(number: int) -> int:
-            answers = 0
-            while not until_true():
-                assert await self.stream(number) == self.calm[number], f"stream {number} differs"
-                answers += 1
-            return answers
-
-        return sum(await asyncio.gather(*map(keep, range(STREAMS))))
-
-    def under_streams(self, work: Callable[[], object]) -> int:
-        """Do the work while streams are open, before and after as well. Returns the number of right answers."""
-
-        async def run() -> int:
-            done = asyncio.create_task(asyncio.to_thread(self._worked, work))
-            try:
-                return await self.streams(done.done)
-            finally:
-                await done
-
-        return asyncio.run(run())
-
-    @staticmethod
-    def _worked(work: Callable[[], object]) -> None:
-        time.sleep(3)
-        work()
-        time.sleep(3)
-
-    def check_books(self) -> None:
-        """Each answer is booked once, with each of its tokens."""
-        until(lambda: self.usage()[0] >= self.answers)
-        assert self.usage() == (self.answers, self.answers * TOKENS)
-
-
-def until(done: Callable[[], bool], timeout_s: float = 240) -> None:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        with contextlib.suppress(httpx.HTTPError):
-            if done():
-                return
-        assert time.monotonic() < deadline, f"not reached within {timeout_s} s"
-        time.sleep(0.3)
+AWAY_S = 15.0
 
 
 @pytest.fixture(scope="module")
@@ -174,43 +30,21 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def installed(objects: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
-    if why := namespaces():
-        pytest.skip(why)
-    folder = tmp_path_factory.mktemp("cluster")
-    for above in (folder, *folder.parents[:2]):
-        above.chmod(0o755)  # pods have users of their own
-    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
-    made = [DEPLOY / "secrets.sh", folder / "secrets", "st-postgres", *(f"{RUNTIMES}-{n}:1" for n in range(NODES))]
-    subprocess.run(made, env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
-    (folder / "secrets/staccato").symlink_to("platform")
-    (folder / "secrets/staccato-nats").symlink_to("nats")
-    (folder / "claims/models").mkdir(parents=True)
-    for file in write_random(folder / "claims/models/slow", "llama", hidden=256, layers=4).iterdir():
-        file.chmod(0o644)
-    supplies = Supplies(images(ROOT), folder / "secrets", {}, folder / "claims")
-    with Cluster.running(folder, supplies) as cluster:
+def installed(objects: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChartInstallation]:
+    with cluster(tmp_path_factory.mktemp("cluster"), *(f"{RUNTIMES}-{n}:1" for n in range(NODES))) as running:
         for part in ("nats", "postgres", "migrate", ""):
-            cluster.apply(objects, part)
-        installation = Installation(cluster, (folder / "secrets/platform/STACCATO_ADMIN_KEY").read_text().strip())
-        installation.deploy("slow")
-        for number in range(STREAMS):
-            installation.calm[number] = asyncio.run(installation.stream(number))
-        try:
-            yield installation
-        except BaseException:
-            for pods in cluster.pods.values():
-                print(*(pod.log() for pod in pods), sep="\n")
-            raise
+            running.apply(objects, part)
+        installation = ChartInstallation(running)
+        yield installation
         installation.check_books()
 
 
-def test_a_request_is_served_through_the_service(installed: Installation) -> None:
+def test_a_request_is_served_through_the_service(installed: ChartInstallation) -> None:
     assert all(len(answer) == TOKENS for answer in installed.calm.values())
     installed.check_books()
 
 
-def test_nodes_come_and_go_under_streams(installed: Installation) -> None:
+def test_nodes_come_and_go_under_streams(installed: ChartInstallation) -> None:
     def scaled() -> None:
         installed.cluster.scale(RUNTIMES, NODES)
         until(lambda: len(installed.get("/api/v1/gpus")["data"]) == NODES)
@@ -221,7 +55,7 @@ def test_nodes_come_and_go_under_streams(installed: Installation) -> None:
     installed.check_books()
 
 
-def test_a_drained_node_gives_its_streams_away(installed: Installation) -> None:
+def test_a_drained_node_gives_its_streams_away(installed: ChartInstallation) -> None:
     installed.cluster.scale(RUNTIMES, 2)
 
     def drained() -> None:
@@ -233,9 +67,9 @@ def test_a_drained_node_gives_its_streams_away(installed: Installation) -> None:
 
 
 @pytest.mark.parametrize("workload", ["st-nats", "st-postgres"])
-def test_a_server_that_is_lost_costs_no_stream(installed: Installation, workload: str) -> None:
+def test_servers_that_die_one_after_another_cost_no_stream(installed: ChartInstallation, workload: str) -> None:
     def lost() -> None:
-        for pod in [*installed.cluster.pods[workload]][:1]:
+        for pod in [*installed.cluster.pods[workload]]:
             restarts = pod.restarts
             pod.kill()
             until(lambda pod=pod, restarts=restarts: pod.restarts > restarts and pod.ready)
@@ -244,10 +78,20 @@ def test_a_server_that_is_lost_costs_no_stream(installed: Installation, workload
     installed.check_books()
 
 
-def test_an_upgrade_costs_no_stream(installed: Installation, objects: list[dict[str, Any]]) -> None:
+def test_a_server_of_the_bus_that_stays_away_costs_no_stream(installed: ChartInstallation) -> None:
+    def away() -> None:
+        installed.cluster.scale("st-nats", 2)
+        time.sleep(AWAY_S)
+        installed.cluster.scale("st-nats", 3)
+
+    print(installed.under_streams(away), "answers")
+    installed.check_books()
+
+
+def test_an_upgrade_costs_no_stream(installed: ChartInstallation, objects: list[dict[str, Any]]) -> None:
     upgraded = copy.deepcopy(objects)
     for one in upgraded:
-        for container in one["spec"].get("template", {}).get("spec", {}).get("containers", []):
+        for container in one.get("spec", {}).get("template", {}).get("spec", {}).get("containers", []):
             container["image"] = container["image"].replace(":0.1.0", ":0.1.1")
         if one["metadata"]["name"] == RUNTIMES:
             one["spec"]["replicas"] = 2
