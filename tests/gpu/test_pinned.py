@@ -3,8 +3,12 @@ of the run's registration."""
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -22,10 +26,12 @@ from runtime.memory.native import (
 )
 from runtime.memory.parked import PIECE_LEAST
 from runtime.memory.slabs import Slabs
+from tests.conftest import ROOT
 from tests.gpu.conftest import PAGE, POOL_BYTES, SOON_S, why_no_gpu
 
 ROOM = 16 * FOLIO_BYTES
 SIZE = 3 * FOLIO_BYTES
+FRAME = 4096  # bytes of physical memory, the kernel's smallest page
 
 
 @pytest.fixture
@@ -139,6 +145,20 @@ def test_the_memory_of_a_run_stays_until_its_registration_has_ended(device: Devi
     assert isinstance(making, Making)
     making.abandon()
     other.close()
+
+
+def test_eight_runtimes_register_the_same_memory(device: DevicePool, images: Images) -> None:
+    """Physical memory is pinned once: each of eight processes has registered the same frames."""
+    made(images, "a")
+    command = [sys.executable, "-m", "tests.gpu.pinning_process", str(images.fd), "a"]
+    pipes: dict[str, Any] = dict(cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(images.fd,))
+    with contextlib.ExitStack() as stack:
+        runtimes = [stack.enter_context(subprocess.Popen(command, text=True, **pipes)) for _ in range(8)]
+        frames = [[int(frame) for frame in runtime.stdout.readline().split()] for runtime in runtimes if runtime.stdout]
+    assert [runtime.returncode for runtime in runtimes] == [0] * 8
+    if not any(frames[0]):
+        pytest.skip("the kernel tells the numbers of frames to root alone")
+    assert len(frames[0]) * FRAME >= SIZE and all(known == frames[0] for known in frames)
 
 
 def test_room_that_is_about_to_be_free_is_waited_for(images: Images) -> None:

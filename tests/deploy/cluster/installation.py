@@ -80,7 +80,11 @@ class ChartInstallation:
         return answer.json()
 
     def get(self, path: str) -> Any:
-        answer = httpx.get(self.url + path, headers=self._admin, timeout=60)
+        """The answer's JSON. A gateway without its database for a moment says 503: ask again, for 60 s at most."""
+        deadline = time.monotonic() + 60
+        while (answer := httpx.get(self.url + path, headers=self._admin, timeout=60)).status_code == 503:
+            assert time.monotonic() < deadline, answer.text
+            time.sleep(0.5)
         assert answer.status_code == 200, answer.text
         return answer.json()
 

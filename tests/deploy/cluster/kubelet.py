@@ -1,7 +1,7 @@
 """A cluster of one machine for rendered objects of the chart: workloads, their pods, and services.
 
-The cluster does what Kubernetes' controllers do for these objects, and keeps to their order: a Deployment's new pod is
-ready before an old pod ends; a StatefulSet changes the pod with the highest number first, one pod at a time.
+The cluster does the work of Kubernetes' controllers for the objects, in the controllers' order: a Deployment's new pod
+is ready before an old pod ends; a StatefulSet changes the pod with the highest number first, one pod at a time.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Cluster:
                     list(pool.map(Pod.delete, pods))
 
     def apply(self, objects: list[Object], only: str = "") -> None:
-        """Bring the objects about. `only`: workloads with this part of the name alone. Returns when all pods are ready.
+        """Bring the objects about, jobs first: the chart's jobs are hooks before an upgrade.
 
-        Jobs run to their end first: the chart's jobs are hooks before an upgrade."""
+        `only`: part of the names of workloads to be brought about. Returns when all pods are ready."""
         mine = [one for one in objects if only in one["metadata"]["name"]]
         for one in objects:
             if one["kind"] == "ConfigMap":
@@ -67,7 +67,7 @@ class Cluster:
         self.await_ready()
 
     def delete(self, workload: str, pod: Pod) -> Pod:
-        """Delete a pod, as a drained node does. Returns the pod that takes its place, which may not be ready yet."""
+        """Delete a pod, as a drained node does. Returns the next pod in the place, which may not be ready yet."""
         name = pod.name if self._workload(workload)[0] == "StatefulSet" else ""
         self._end(workload, pod)
         return self._begin(workload, name)

@@ -105,6 +105,7 @@ class Proxies:
     def __init__(self, pid: int) -> None:
         self._loop = asyncio.new_event_loop()
         self._servers: list[asyncio.Server] = []
+        self._open: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, args=(pid,), daemon=True)
         self._thread.start()
 
@@ -135,6 +136,10 @@ class Proxies:
             nonlocal turn
             turn += 1
             ready = endpoints()
+            task = asyncio.current_task()
+            assert task is not None
+            self._open.add(task)  # the loop alone would forget connections whose reading pauses
+            task.add_done_callback(self._open.discard)
             ended = (OSError, ZeroDivisionError, asyncio.CancelledError)  # ZeroDivisionError: no pod is ready
             with contextlib.closing(writer), contextlib.suppress(*ended):
                 pod_reader, pod_writer = await asyncio.open_connection(*ready[turn % len(ready)])
