@@ -1,4 +1,4 @@
-"""A stub of the REST API of Kubernetes: no API server can be had here, and the controller needs one.
+"""A stub of the REST API of Kubernetes, with conflicts and compaction on order. test_api_server.py has a real server.
 
 The stub keeps what the controller relies on: versions of objects and conflicts, generations, watches from a version and
 410 Gone after compaction, finalizers, the subresources `status` and `scale`, schemas of custom resources with pruning
