@@ -47,7 +47,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 class Controllers:
-    """Processes of the controller, as the user that the chart's roles are for."""
+    """Processes of the controller with the rights of the chart's roles."""
 
     def __init__(self, kubernetes: ApiServer, served: Served, folder: Path) -> None:
         self._settings = os.environ | {
@@ -80,7 +80,7 @@ class Controllers:
 
 @pytest.fixture
 def controllers(kubernetes: ApiServer, served: Served, tmp_path: Path) -> Iterator[Controllers]:
-    """One controller. At the end, all objects are deleted, and the platform is as empty as before."""
+    """A controller's process. At the end, all objects are deleted, and the platform is as empty as before."""
     controllers = Controllers(kubernetes, served, tmp_path)
     controllers.start()
     try:
@@ -135,7 +135,7 @@ def test_edits_and_scale_arrive_while_others_write(
 ) -> None:
     chat = deployment(served.model("edited"), scaling={"maxReplicas": 1})
     apply(kubernetes, TENANT, chat)
-    for number in range(10):  # others change the object, so that versions of the controller grow old
+    for number in range(10):  # changes by other writers make the controller's versions old
         kubernetes.done("annotate", CHAT, f"example.com/number={number}", "--overwrite")
     until(lambda: ready(kubernetes, CHAT))
     kubernetes.done("scale", CHAT, "--replicas=2")
