@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -216,13 +217,16 @@ class Pod:
     def _watch(self) -> None:
         """Start an ended container again, and follow the probes, until the pod's end."""
         self._network.inside()
-        started, failed, due = False, {"readinessProbe": 0, "livenessProbe": 0}, dict[str, float]()
+        at_once = "startupProbe" not in self.container
+        started, failed, due = at_once, {"readinessProbe": 0, "livenessProbe": 0}, dict[str, float]()
         while not self.ended:
             time.sleep(0.2)
             if self._process.poll() is not None and not self.ended and "restartPolicy" not in self.template["spec"]:
-                self.ready, started, self.restarts = False, False, self.restarts + 1
+                self.ready, started, self.restarts = False, at_once, self.restarts + 1
                 time.sleep(1)
                 self._start()
+            if "readinessProbe" not in self.container:
+                self.ready = started
             for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
                 probe = self.container.get(kind)
                 if probe is None or started == (kind == "startupProbe") or time.monotonic() < due.get(kind, 0.0):
@@ -257,8 +261,6 @@ class Pod:
                     return bool(urllib.request.urlopen(url, timeout=timeout_s).status < 400)
             case _:
                 with contextlib.suppress(OSError):
-                    import socket
-
                     socket.create_connection((self.address, self.port(probe["tcpSocket"]["port"])), timeout_s).close()
                     return True
         return False
