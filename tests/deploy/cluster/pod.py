@@ -93,8 +93,9 @@ class Pod:
         """End the pod as a kubelet does: no new connections, the hook, SIGTERM, and after the grace period SIGKILL.
 
         Returns the container's exit status."""
-        self.ended, self.ready = True, False
+        self.ended = True
         self._watching.join(30)
+        self.ready = False
         deadline = time.monotonic() + self.template["spec"].get("terminationGracePeriodSeconds", 30)
         time.sleep(self.container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0))
         for process in self.processes()[:1]:
