@@ -124,12 +124,11 @@ class Cluster:
             time.sleep(0.2)
 
     def _workload(self, name: str) -> tuple[str, Object]:
-        return next((kind, one) for (kind, at), one in self._objects.items() if at == name and kind != "Service")
+        return next((kind, one) for (kind, at), one in self._objects.items() if at == name)
 
     def _begin(self, workload: str, name: str = "") -> Pod:
         kind, one = self._workload(workload)
         taken = {pod.name for pod in self.pods[workload]}
-        self._count += 1
         if kind == "StatefulSet":
             name = name or next(f"{workload}-{n}" for n in range(len(taken) + 1) if f"{workload}-{n}" not in taken)
         pod = self._pod(workload, name or f"{workload}-{self._count:05x}")
