@@ -132,8 +132,16 @@ def _write_mxfp4(folder: Path, form: str, seed: int) -> None:
 
 
 def dtype(form: str) -> str:
-    """vLLM's dtype for a form: kernels of 4-bit weights take 16 bits alone."""
-    return "bfloat16" if form.endswith("mxfp4") or form in INT4 else "float32"
+    """vLLM's dtype for a form: some kernels take activations of 16 bits alone."""
+    return "bfloat16" if form.endswith("mxfp4") or rounds(form) else "float32"
+
+
+def rounds(form: str) -> bool:
+    """Say whether rounding makes a form's answers depend on the batch.
+
+    Kernels of 4-bit weights take 16 bits alone, and so does the kernel of AMX for int8 weights whose activations have
+    symmetric scales."""
+    return form in INT4 or (form in INT8 and INT8[form]["symmetric"] and torch.cpu._is_amx_tile_supported())
 
 
 def _half(weight: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from runtime.engine.vllm import VllmEngine
 from tests.conftest import ROOT
 from tests.runtime.bare import WITHOUT_AMX, Tokens, ask_bare_vllm
 from tests.runtime.engines import TwoRuntimes, asleep, awake, moved, parked_about, payload, spec
-from tests.runtime.forms import FORMS, INT4, INT8, dtype, write_form
+from tests.runtime.forms import FORMS, INT4, INT8, dtype, rounds, write_form
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
 POOL_BYTES, HOST_BYTES = 64 << 20, 256 << 20
@@ -54,7 +54,8 @@ class Pair(TwoRuntimes):
         super().__init__(POOL_BYTES, HOST_BYTES)
         self_check(self.builds[0])  # the process begins with a dense model, as in a runtime
         self.folders = {form: write_form(folder / form, form, seed=SEEDS.get(form, 1)) for form in SERVED}
-        dtypes, alone = {form: dtype(form) for form in SERVED}, dict.fromkeys(INT4, {"max_num_seqs": 1})
+        dtypes = {form: dtype(form) for form in SERVED}
+        alone = {form: {"max_num_seqs": 1} for form in SERVED if rounds(form)}
         self.said: Tokens = ask_bare_vllm(self.folders, dtypes, PROMPTS, MOST, alone)
 
     def of(self, form: str, runtime: int = 0) -> VllmEngine:
@@ -78,7 +79,7 @@ def answers(engine: VllmEngine, form: str, parked_every: int = 0) -> list[list[i
     The engine is parked and fetched every `parked_every` steps (0: never)."""
     made: dict[str, list[int]] = {str(number): [] for number in range(len(PROMPTS))}
     numbers = list(range(len(PROMPTS)))
-    for batch in [[number] for number in numbers] if form in INT4 else [numbers]:
+    for batch in [[number] for number in numbers] if rounds(form) else [numbers]:
         for number in batch:
             engine.add(RequestId(str(number)), question(number))
         parked_about(engine, made, parked_every)
