@@ -408,3 +408,14 @@ extern "C" __attribute__((visibility("default"))) uint64_t fake_calls(int kind, 
 extern "C" __attribute__((visibility("default"))) uint64_t fake_carried(DeviceNumber device) {
     return carried[static_cast<size_t>(device)];
 }
+
+// Not of CUDA: the registered memory of the host. Writes up to `most` addresses and sizes; returns the number of ranges.
+extern "C" __attribute__((visibility("default"))) size_t fake_registered(uintptr_t* at, size_t* bytes, size_t most) {
+    std::lock_guard<std::mutex> lock(mappings_mu);
+    size_t count = 0;
+    for (const auto& [base, size] : registered) {
+        if (count < most) at[count] = base, bytes[count] = size;
+        count++;
+    }
+    return count;
+}

@@ -4,21 +4,14 @@ cache FD, registers the image with the driver, and prints the physical frames of
 from __future__ import annotations
 
 import ctypes
-import struct
+import os
 import sys
 
 from runtime.memory.images import Images
 from runtime.memory.native import Backend, DevicePool
 from tests.gpu.conftest import PAGE, POOL_BYTES, SOON_S
-from tests.gpu.test_pinned import FRAME, key
-
-
-def frames(address: int, size: int) -> list[int]:
-    """Numbers of the physical frames below the bytes at an address of this process; zeros without privileges."""
-    with open("/proc/self/pagemap", "rb") as file:
-        file.seek(address // FRAME * 8)
-        entries = struct.unpack(f"<{size // FRAME}Q", file.read(size // FRAME * 8))
-    return [entry & (1 << 55) - 1 for entry in entries]
+from tests.gpu.stand_in.frames import FRAME, frames
+from tests.gpu.test_pinned import key
 
 
 def main(fd: int, name: str) -> None:
@@ -32,7 +25,7 @@ def main(fd: int, name: str) -> None:
     view = images.cache.view(image.offset, size)
     assert sum(view[::FRAME])  # each frame is there
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-    print(*frames(address, size), flush=True)
+    print(*frames(os.getpid(), address, size), flush=True)
     sys.stdin.read()  # the registration stays until the test has heard every process
     image.release()
     images.close()

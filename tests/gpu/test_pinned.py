@@ -28,10 +28,10 @@ from runtime.memory.parked import PIECE_LEAST
 from runtime.memory.slabs import Slabs
 from tests.conftest import ROOT
 from tests.gpu.conftest import PAGE, POOL_BYTES, SOON_S, why_no_gpu
+from tests.gpu.stand_in.frames import FRAME
 
 ROOM = 16 * FOLIO_BYTES
 SIZE = 3 * FOLIO_BYTES
-FRAME = 4096  # bytes of physical memory, the kernel's smallest page
 
 
 @pytest.fixture
