@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ LONG_TOKENS = 400  # tokens of a stream that still runs when a drain reaches its
 SAMPLES, SAMPLES_LEAST = 13, 4  # a fast machine ends the streams before the last sample
 SPLIT_MOST = 1  # samples in which a model has requests on both runtimes
 FETCHES_MOST = 12
+DRAINS_MOST = 5
 
 
 @pytest.fixture(scope="module")
@@ -101,21 +102,29 @@ async def test_requests_of_a_model_stay_together_and_say_what_they_say_alone(pai
     assert fetches(pair) - before <= FETCHES_MOST
 
 
+async def drained_beside_streams(platform: Platform, asked: Sequence[tuple[str, int]]) -> None:
+    """Drain the busiest runtime while streams run: the node then chooses another runtime for each stream."""
+    async with platform.async_client("acme", timeout=300, max_retries=0) as client:
+        streams = asyncio.ensure_future(asyncio.gather(*(said(client, *each, LONG_TOKENS) for each in asked)))
+        drained = await asyncio.to_thread(busiest, platform)
+        platform.post(f"/api/v1/gpus/{drained}:drain", {"on": True})
+        await streams
+        platform.post(f"/api/v1/gpus/{drained}:drain", {"on": False})
+
+
 async def test_every_choice_of_gateway_and_nodes_is_made_again_by_a_replay(pair: Platform) -> None:
     asked = [(name, number) for number in range(STREAMS) for name in NAMES]
-    async with pair.async_client("acme", timeout=300, max_retries=0) as client:
-        streams = asyncio.ensure_future(asyncio.gather(*(said(client, *each, LONG_TOKENS) for each in asked)))
-        drained = await asyncio.to_thread(busiest, pair)
-        pair.post(f"/api/v1/gpus/{drained}:drain", {"on": True})  # the node chooses a runtime for each of its streams
-        await streams
-        pair.post(f"/api/v1/gpus/{drained}:drain", {"on": False})
-    replayed = {
-        path.name: replay_choices(path)
-        for path in Path(pair.settings["STACCATO_JOURNAL"]).iterdir()
-        if of_a_dispatcher(path)
-    }
-    assert [replay.difference for replay in replayed.values()] == [""] * 3, "a gateway and two nodes"
-    nodes = {name: replayed.pop(name) for name in list(replayed) if name.startswith(("r1-peers-", "r2-peers-"))}
+    for _ in range(DRAINS_MOST):  # on a busy machine the streams may end before the runtime drains
+        await drained_beside_streams(pair, asked)
+        replayed = {
+            path.name: replay_choices(path)
+            for path in Path(pair.settings["STACCATO_JOURNAL"]).iterdir()
+            if of_a_dispatcher(path)
+        }
+        assert [replay.difference for replay in replayed.values()] == [""] * 3, "a gateway and two nodes"
+        nodes = {name: replayed.pop(name) for name in list(replayed) if name.startswith(("r1-peers-", "r2-peers-"))}
+        if any(node.chosen for node in nodes.values()):
+            break
     (gateway,) = replayed.values()
     assert gateway.chosen >= STREAMS * len(NAMES) and gateway.heard > gateway.chosen
     assert sum(node.chosen for node in nodes.values()) > 0

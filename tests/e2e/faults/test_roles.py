@@ -74,10 +74,12 @@ async def test_a_role_is_given_and_taken_back_at_no_cost_for_a_stream(tmp_path: 
                 group.create_task(again(number % DIFFERENT))
             await until(given)
             before, moved = len(said), sum((await fleet.moved()).values())
-            while len(said) < before + 2 * TOGETHER:
-                await asyncio.sleep(0.1)
+
+            async def handed_on() -> bool:
+                return len(said) >= before + 2 * TOGETHER and sum((await fleet.moved()).values()) > moved
+
+            await until(handed_on)
             enough.set()
-        assert sum((await fleet.moved()).values()) > moved, "no stream was handed on"
         await until(taken_back)
         assert [(number, tokens) for number, tokens in said if tokens != alone[number]] == []
         await fleet.booked(fleet.tokens)

@@ -271,7 +271,7 @@ async def test_what_comes_after_answers_is_let_pass_at_a_bounded_rate_for_all_to
 
 
 async def test_a_body_that_comes_fast_enough_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_BYTES_PER_S_LEAST", 500)
+    monkeypatch.setattr(limits, "BODY_BYTES_PER_S_LEAST", 100)
     async with served() as port:
         head = b"POST / HTTP/1.1\r\nconnection: close\r\ncontent-length: 900\r\n\r\n"
         answer = await said(port, head, *[b"a" * 100] * 9, pause_s=0.15)  # 1.35 s in all
