@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.responses import JSONResponse
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.entrypoints.openai.chat_completion.protocol import (
@@ -29,6 +30,11 @@ _ID, _MODEL, _CONTENT, _FINISH, _STOP = (text_mark(name) for name in ("id", "mod
 _COUNTS: dict[str, Any] = {name: NUMBERS[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
 
 
+def _of_release(kind: type[BaseModel]) -> dict[str, None]:
+    """Fields that vLLM's handlers leave empty in objects of a class: fields of the installed release."""
+    return {name: None for name in ("weight_versions", "kv_transfer_params") if name in kind.model_fields}
+
+
 def chat_templates(role: str, fingerprint: str | None, usage_in_each: bool) -> EventTemplates:
     """Return the events of a streamed chat. `usage_in_each`: every event tells the usage up to the event."""
 
@@ -45,7 +51,8 @@ def chat_templates(role: str, fingerprint: str | None, usage_in_each: bool) -> E
 
     going = {"finish_reason": None}
     ended = {"finish_reason": _FINISH, "stop_reason": _STOP, "token_ids": None}
-    content = {"content": _CONTENT}
+    ended |= _of_release(ChatCompletionResponseStreamChoice)
+    content, more = {"content": _CONTENT}, _of_release(ChatCompletionStreamResponse)
     usage = UsageInfo(**_COUNTS, completion_tokens_details=None)
     usage.prompt_tokens_details = PromptTokenUsageInfo(
         cached_tokens=NUMBERS["cached_tokens"], created_cache_tokens=NUMBERS["written_tokens"], multimodal_tokens=None
@@ -62,9 +69,9 @@ def chat_templates(role: str, fingerprint: str | None, usage_in_each: bool) -> E
     )
     return EventTemplates(
         first=event(going, {"role": role, "content": ""}, {"prompt_token_ids": None, "prompt_text": None}),
-        piece=event(going | {"token_ids": None}, content, {}),
-        last=event(ended, content, {}),
-        last_of_all=event(ended, content, {}, stamped=True),
+        piece=event(going | {"token_ids": None}, content, more),
+        last=event(ended, content, more),
+        last_of_all=event(ended, content, more, stamped=True),
         usage=Template.of_event(last.model_dump_json(exclude_unset=True, exclude_none=True)),
     )
 
@@ -81,9 +88,15 @@ def completion_templates(fingerprint: str | None, usage_in_each: bool) -> EventT
             stop_reason=stop,
             prompt_token_ids=None,
             token_ids=None,
+            **_of_release(CompletionResponseStreamChoice),
         )
         chunk = CompletionStreamResponse(
-            id=_ID, object="text_completion", created=_CREATED, model=_MODEL, choices=[said]
+            id=_ID,
+            object="text_completion",
+            created=_CREATED,
+            model=_MODEL,
+            choices=[said],
+            **_of_release(CompletionStreamResponse),
         )
         if stamped and fingerprint is not None:
             chunk.system_fingerprint = fingerprint

@@ -8,6 +8,9 @@ from store.contract.wire import EngineSpec, Finish
 
 ORDER_BYTES_MAX = 64 << 10
 MADE, REFUSED, KILLED = b"+", b"-", b"!"  # first byte of an answer; an empty answer: the compiler is gone
+# Compilers of vLLM's backend for xgrammar. From 0.33 on the first compiles for the tokens that are not special, and the
+# second, for structural tags, for all tokens.
+COMPILERS = ("compiler", "full_vocab_compiler")
 
 
 class CompileLimits(msgspec.Struct, frozen=True):

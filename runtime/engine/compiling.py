@@ -40,7 +40,16 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from runtime.core.compile_orders import KILLED, MADE, ORDER_BYTES_MAX, REFUSED, CompileLimits, CompileOrder, Order
+from runtime.core.compile_orders import (
+    COMPILERS,
+    KILLED,
+    MADE,
+    ORDER_BYTES_MAX,
+    REFUSED,
+    CompileLimits,
+    CompileOrder,
+    Order,
+)
 from store.contract.wire import EngineSpec
 
 VOCABULARIES_KEPT = 16  # artefacts
@@ -72,7 +81,8 @@ class Vocabulary:
             structured_outputs_config=StructuredOutputsConfig(), model_config=self.config, speculative_config=None
         )
         self.backend = XgrammarBackend(settings, self.tokenizer, self.config.get_vocab_size())  # type: ignore[arg-type]
-        self.info = self.backend.compiler.compile_regex("a").tokenizer_info
+        compilers = {name: getattr(self.backend, name) for name in COMPILERS if hasattr(self.backend, name)}
+        self.infos = {name: compiler.compile_regex("a").tokenizer_info for name, compiler in compilers.items()}
         for small in SMALL:  # a child can open no file, so modules imported at first use must be imported now
             self.compile(json.dumps(small).encode())
 
@@ -84,7 +94,8 @@ class Vocabulary:
         params = StructuredOutputsParams(**json.loads(grammar))
         settings = StructuredOutputsConfig(backend="xgrammar")
         SamplingParams(structured_outputs=params)._validate_structured_outputs(self.config, settings, self.tokenizer)
-        self.backend.compiler = xgr.GrammarCompiler(self.info, max_threads=1, cache_enabled=False)
+        for name, info in self.infos.items():
+            setattr(self.backend, name, xgr.GrammarCompiler(info, max_threads=1, cache_enabled=False))
         made = self.backend.compile_grammar(*get_structured_output_key(params))
         return str(made.ctx.serialize_json())  # type: ignore[attr-defined]
 

@@ -15,7 +15,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -26,6 +26,7 @@ from vllm.v1 import structured_output
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, XgrammarGrammar
 
+from runtime.core.compile_orders import COMPILERS
 from runtime.core.engine import BadRequest
 
 READS_KEPT = 8  # grammars kept although no request uses the grammar, for a later request with an equal grammar
@@ -48,12 +49,19 @@ class ReadyBackend(XgrammarBackend):
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]
-        self.tokenizer_info = self.compiler.compile_regex("a").tokenizer_info
+        compilers = [vars(self).pop(name) for name in COMPILERS if hasattr(self, name)]
+        self.vocabularies = [compiler.compile_regex("a").tokenizer_info for compiler in compilers]
         self.given: xgr.CompiledGrammar | None = None
-        del self.compiler
 
     def read(self, grammar: bytes) -> xgr.CompiledGrammar:
-        return xgr.CompiledGrammar.deserialize_json(zlib.decompress(grammar).decode(), self.tokenizer_info)
+        """Read a compiled grammar for the vocabulary that the grammar was compiled for.
+
+        xgrammar refuses a grammar for all tokens as a grammar for a part of the tokens, and not the reverse."""
+        text = zlib.decompress(grammar).decode()
+        for vocabulary in self.vocabularies[:-1]:
+            with suppress(xgr.DeserializeFormatError):
+                return xgr.CompiledGrammar.deserialize_json(text, vocabulary)
+        return xgr.CompiledGrammar.deserialize_json(text, self.vocabularies[-1])
 
     def compile_grammar(self, request_type: Any, grammar_spec: str, stop_token_ids: Any = None) -> XgrammarGrammar:
         assert self.given is not None, "a request has a grammar, and none was given"
@@ -111,7 +119,8 @@ class GrammarReader:
             yield
             return
         compiled = self._compiled(grammar)
-        assert self._backend is not None
+        assert self._backend is not None and sampling is not None and sampling.structured_outputs is not None
+        sampling.structured_outputs._backend = "xgrammar"  # which vLLM's check of a request would have found
         backend = self._manager.backend = self._backend.result()
         backend.given = compiled
         try:
