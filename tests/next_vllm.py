@@ -1,8 +1,7 @@
 """Runs tests under a release of vLLM that has no build for CPUs yet: `python -m tests.next_vllm 0.33.0 -- PYTEST...`.
 
 The release's Python code is taken from its build for CUDA, and the kernels from the installed build for CPUs. Kernels
-change more slowly than Python code: 0.33.0 passed test_conformance and test_engine of tests/runtime/engine over the
-kernels of 0.32.0. The release's own kernels stay untested.
+change more slowly than Python code. The release's own kernels stay untested.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
+NEXT = "TEST_NEXT_VLLM"  # set in the environment of the tests: the release, which lies over the installed release
 PACKAGES = ("orjson",)  # needed by the release's Python code, and not in the lock
 
 
@@ -50,7 +50,7 @@ def _call_for_cpus(folder: Path, release: str) -> None:
 def main() -> int:
     release, asked = sys.argv[1], sys.argv[2:]
     folder = install(release)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))), NEXT: release}
     command = [sys.executable, "-m", "pytest", *(word for word in asked if word != "--")]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 

@@ -20,6 +20,7 @@ from runtime.config import RuntimeSettings, SchedulerSettings
 from store.db.database import migrate
 from store.db.ledger import LedgerSettings
 from tests.conftest import ROOT, NatsServer, free_port
+from tests.next_vllm import NEXT
 
 
 @pytest.fixture
@@ -28,7 +29,8 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def test_a_sound_machine_has_nothing_to_mend(settings: Settings) -> None:
-    assert [finding for finding in doctor.examine(settings) if not finding.ok] == []
+    two = {"vllm"} if NEXT in os.environ else set()  # then two releases of vLLM are found, one over the other
+    assert {finding.name for finding in doctor.examine(settings) if not finding.ok} == two
     assert list(settings.data.iterdir()) == []  # `doctor` changes nothing
 
 

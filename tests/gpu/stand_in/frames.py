@@ -7,6 +7,7 @@ import re
 import signal
 import struct
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +29,15 @@ def frames(pid: int, address: int, size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Registered:
-    """Memory that a device process has registered with the driver.
+    """Memory that a device process has registered with the driver, and counts of the driver's calls by kind.
 
-    `copies`: counts of all copies, of copies from memory that was not registered, and of copies that came after the end
-    of the registration."""
+    Among the kinds are `refused_copies`, from memory that was not registered, and `late_copies`, which came after the
+    end of the registration. `stepping`: the calls of the thread that makes the steps."""
 
     bytes: int
     frames: frozenset[int]
-    copies: tuple[int, int, int]
+    calls: Counter[str]
+    stepping: Counter[str]
 
 
 def registered(devices: Sequence[psutil.Process], folder: str) -> list[Registered]:
@@ -59,7 +61,8 @@ def registered(devices: Sequence[psutil.Process], folder: str) -> list[Registere
     for device, file in zip(devices, files, strict=True):
         told = json.loads(file.read_text())
         below = frozenset(frame for range in told["ranges"] for frame in frames(device.pid, *range))
-        answers.append(Registered(sum(size for _, size in told["ranges"]), below, tuple(told["copies"])))
+        size = sum(size for _, size in told["ranges"])
+        answers.append(Registered(size, below, Counter(told["calls"]), Counter(told["stepping"])))
     return answers
 
 
@@ -75,6 +78,12 @@ def check_one_region(devices: Sequence[Registered], image_bytes: int) -> None:
     assert len(image) * FRAME >= image_bytes
     assert len(together) == len(image) + sum(map(len, own)), "two devices registered memory of the same requests"
     assert all(device.bytes == len(device.frames) * FRAME for device in devices)
+
+
+def check_copies(devices: Sequence[Registered]) -> None:
+    """Check that each device has copied, and never from or to memory that was not registered."""
+    for device in devices:
+        assert device.calls["copies"] > 0 == device.calls["refused_copies"] == device.calls["late_copies"]
 
 
 def _own_number(pid: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes.util import find_library
@@ -12,13 +13,13 @@ import pytest
 from tests.conftest import free_port
 from tests.e2e.conftest import AWAKE, MODELS, Platform
 from tests.gpu.stand_in import SETTINGS, environment
-from tests.gpu.stand_in.frames import check_one_region, registered
+from tests.gpu.stand_in.frames import Registered, check_copies, check_one_region, registered
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(find_library("cuda") is not None, reason="this machine has a CUDA driver"),
 ]
-RUNTIMES, STREAMS = 8, 24
+RUNTIMES, STREAMS, TOKENS = 8, 64, 200
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +55,21 @@ def test_eight_runtimes_register_the_same_memory(platform: Platform) -> None:
     check_one_region(devices, image_bytes)
 
 
-def test_requests_are_answered_alike_and_no_copy_touches_other_memory(platform: Platform) -> None:
+def test_streams_are_answered_alike_and_no_copy_touches_other_memory(platform: Platform) -> None:
     def said(_: int) -> str:
-        with platform.client("acme") as client:
-            answer = client.completions.create(model="faq", prompt="The platform", max_tokens=60, temperature=0)
+        with platform.client("acme", timeout=300) as client:
+            answer = client.completions.create(model="faq", prompt="The platform", max_tokens=TOKENS, temperature=0)
         return answer.choices[0].text
 
+    def devices() -> list[Registered]:
+        return registered(platform.children("runtime.device"), str(platform.data.parent))
+
+    before = devices()
     with ThreadPoolExecutor(STREAMS) as threads:
         answers = set(threads.map(said, range(STREAMS)))
+    after = devices()
     assert len(answers) == 1 and answers.pop()
-    for device in registered(platform.children("runtime.device"), str(platform.data.parent)):
-        copies, refused, late = device.copies
-        assert copies > 0 and (refused, late) == (0, 0)
+    check_copies(after)
+    for name, counts in {"all threads": "calls", "the thread of the steps": "stepping"}.items():
+        grown = [getattr(now, counts) - getattr(old, counts) for old, now in zip(before, after, strict=True)]
+        print(f"calls of {name} meanwhile: {dict(sum(grown, Counter()))}")

@@ -20,7 +20,16 @@ from typing import Any
 BUILDER = "runtime.engine.builder"
 PAGE_BYTES = 2 << 20  # as on a host; a GPU's pages of 32 MiB hold several of the tests' models
 
-COPIES, REFUSED_COPIES, LATE_COPIES = 5, 6, 7  # kinds of calls that the stand-in counts (fake_driver.cpp)
+CALLS = (
+    "maps",
+    "zeroes",
+    "waits",
+    "unmaps",
+    "registrations",
+    "copies",
+    "refused_copies",
+    "late_copies",
+)  # as counted there
 RANGES_MOST = 4096
 
 
@@ -82,7 +91,9 @@ def change(builder: Any) -> None:
 
 
 def report(driver: Any) -> None:
-    """On signal SIGUSR2, write the registered memory and the counts of copies to the folder STAND_IN_FOLDER."""
+    """On signal SIGUSR2, write the registered memory and the driver's calls to the folder STAND_IN_FOLDER.
+
+    Python calls the handler on the main thread, which makes the steps."""
 
     def signalled(*_: object) -> None:
         addresses, sizes = (ctypes.c_size_t * RANGES_MOST)(), (ctypes.c_size_t * RANGES_MOST)()
@@ -90,7 +101,8 @@ def report(driver: Any) -> None:
         assert count <= RANGES_MOST
         told = {
             "ranges": list(zip(addresses, sizes, strict=True))[:count],
-            "copies": [driver.fake_calls(kind, 0) for kind in (COPIES, REFUSED_COPIES, LATE_COPIES)],
+            "calls": {name: driver.fake_calls(kind, 0) for kind, name in enumerate(CALLS)},
+            "stepping": {name: driver.fake_calls(kind, 1) for kind, name in enumerate(CALLS)},
         }
         written = Path(os.environ["STAND_IN_FOLDER"]) / f"{os.getpid()}.json"
         written.with_suffix(".new").write_text(json.dumps(told))
