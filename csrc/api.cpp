@@ -109,6 +109,10 @@ int stc_map(stc_reservation* reservation, uint64_t offset, uint64_t bytes, doubl
     return guarded(reservation, [&] { reservation->map(offset, bytes, Deadline(timeout_s)); });
 }
 
+int stc_map_later(stc_reservation* reservation, uint64_t offset, uint64_t bytes, stc_ticket* out) {
+    return guarded(reservation, [&] { *out = reservation->map_later(offset, bytes)->id; });
+}
+
 int stc_unmap(stc_reservation* reservation, uint64_t offset, uint64_t bytes, stc_ticket after) {
     return guarded(reservation, [&] { reservation->unmap(offset, bytes, after); });
 }

@@ -139,6 +139,7 @@ class Device {
     // Last members, so that threads finish their jobs before other members are destroyed.
     std::array<Worker, LANES> lanes;
     Worker mapper;
+    Worker grower;  // a load's mapping may wait long, and the growth of another reservation does not wait behind it
     Worker pinner;
 };
 

@@ -63,9 +63,7 @@ void Reservation::release(const Deadline& deadline) {
 void Reservation::map(uint64_t offset, uint64_t bytes, const Deadline& deadline) {
     const Slots range = whole_slots(offset, bytes);
     Lock lock(device.mu);
-    if (!all_are(range, NONE)) {
-        fail(STC_STATE, "not all of these ", range.count, " pages of reservation ", owner, " are empty: unmap them first");
-    }
+    refuse_mapped(range);
     fill(range, ARRIVING);
     std::vector<uint32_t> pages;
     try {
@@ -79,6 +77,64 @@ void Reservation::map(uint64_t offset, uint64_t bytes, const Deadline& deadline)
         device.announce();
         throw;
     }
+    settle(range, pages);
+}
+
+// Maps as `map` does, on the grower's thread. The pages are promised at once, as a load's pages are.
+TicketPtr Reservation::map_later(uint64_t offset, uint64_t bytes) {
+    const Slots range = whole_slots(offset, bytes);
+    std::lock_guard<std::mutex> lock(device.mu);
+    refuse_mapped(range);
+    if (range.count + device.promised > device.pool.count(FREE) + device.coming()) {
+        fail(STC_NO_PAGES, device.shortage(range.count));
+    }
+    device.promised += range.count;
+    fill(range, ARRIVING);
+    TicketPtr ticket = device.new_ticket(0);
+    device.grower.post([this, range, ticket] { map_promised(range, ticket); });
+    return ticket;
+}
+
+void Reservation::map_promised(Slots range, TicketPtr ticket) {
+    Lock lock(device.mu);
+    bool taken = false;
+    try {
+        const std::vector<uint32_t> pages = take_promised(lock, range, *ticket);
+        taken = true;
+        lock.unlock();
+        EventPtr event = device.backend->record(ZERO);
+        attach(range.first, pages, true);
+        lock.lock();
+        settle(range, pages);
+        ticket->submit(std::move(event));
+    } catch (const std::exception& thrown) {
+        if (!lock) lock.lock();
+        fill(range, NONE);
+        if (!taken) device.promised -= range.count;
+        ticket->fail(as_error(thrown));
+    }
+    device.announce();
+}
+
+std::vector<uint32_t> Reservation::take_promised(Lock& lock, Slots range, const Ticket& ticket) {
+    device.await(lock, FOREVER, [&] {
+        if (ticket.cancelled) fail(STC_CANCELLED, "ticket ", ticket.id, " was cancelled");
+        refuse_hopeless(range);
+        if (device.promised > device.pool.count(FREE) + device.coming()) {
+            fail(STC_NO_PAGES, "pages that were promised can't be unmapped: ", device.shortage(range.count));
+        }
+        return range.count <= device.pool.count(FREE) && !leaving(range);
+    });
+    device.promised -= range.count;
+    return device.pool.take(range.count);
+}
+
+void Reservation::refuse_mapped(Slots range) const {
+    if (all_are(range, NONE)) return;
+    fail(STC_STATE, "not all of these ", range.count, " pages of reservation ", owner, " are empty: unmap them first");
+}
+
+void Reservation::settle(Slots range, const std::vector<uint32_t>& pages) {
     for (uint64_t i = 0; i < pages.size(); i++) {
         device.pool[pages[i]].owner = owner;
         slots[range.first + i] = pages[i];

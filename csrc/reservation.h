@@ -31,6 +31,7 @@ class Reservation {
     Slots whole_slots(uint64_t offset, uint64_t bytes) const;   // throws if the range is not whole pages
 
     void map(uint64_t offset, uint64_t bytes, const Deadline&);
+    TicketPtr map_later(uint64_t offset, uint64_t bytes);
     void unmap(uint64_t offset, uint64_t bytes, uint64_t after);
     void mark_clean(uint64_t offset, uint64_t bytes);
     void residency(uint64_t offset, uint64_t bytes, uint64_t& mapped, uint64_t& clean);
@@ -48,7 +49,11 @@ class Reservation {
     void attach(uint64_t first_slot, const std::vector<uint32_t>& pages, bool zero_foreign);
 
   private:
+    void refuse_mapped(Slots) const;
     std::vector<uint32_t> await_pages(Lock&, Slots, const Deadline&);
+    std::vector<uint32_t> take_promised(Lock&, Slots, const Ticket&);
+    void map_promised(Slots, TicketPtr);  // runs on the grower's thread
+    void settle(Slots, const std::vector<uint32_t>& pages);
     bool overlaps(const Leaving&, Slots) const;
     void zero_foreign_pages(uint64_t first_slot, const std::vector<uint32_t>& pages);
     void unmap_slots(Slots, TicketPtr after);

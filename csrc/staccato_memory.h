@@ -105,6 +105,9 @@ STC_EXPORT int stc_release(stc_reservation *, double timeout_s);
 /* Maps pages into an empty range. The pages hold old bytes of this owner, or zeroes, never bytes of another owner.
  * Waits for pages in limbo if too few pages are free, and for addresses of the range that are still in limbo. */
 STC_EXPORT int stc_map(stc_reservation *, uint64_t offset, uint64_t bytes, double timeout_s);
+/* The same on a thread of the library. The call promises the pages at once (STC_NO_PAGES if the pool has too few). If
+ * mapping fails or is cancelled, the range is empty as before. The reservation can't be released meanwhile. */
+STC_EXPORT int stc_map_later(stc_reservation *, uint64_t offset, uint64_t bytes, stc_ticket *out);
 /* Puts pages on the move list; returns at once. The pages become free as soon as `after` and every transfer that
  * touches the pages are over. Unmapped parts of the range are passed over. */
 STC_EXPORT int stc_unmap(stc_reservation *, uint64_t offset, uint64_t bytes, stc_ticket after);

@@ -92,13 +92,45 @@ bool filled(const unsigned char* bytes, uint64_t count, unsigned char value) {
     return bytes[0] == value && std::memcmp(bytes, bytes + 1, count - 1) == 0;
 }
 
+void map_now_or_later(const Device& device, const Reservation& reservation, uint64_t offset, uint64_t size, bool later) {
+    if (!later) {
+        EXPECT(stc_map(reservation.handle, offset, size, LONG_S) == STC_OK);
+        return;
+    }
+    stc_ticket ticket;
+    int code;
+    while ((code = stc_map_later(reservation.handle, offset, size, &ticket)) == STC_NO_PAGES) std::this_thread::yield();
+    EXPECT(code == STC_OK);
+    EXPECT(stc_map(reservation.handle, offset, size, LONG_S) == STC_STATE);
+    EXPECT(stc_ticket_wait(device.handle, ticket, LONG_S) == STC_OK);
+}
+
+// A growth that fails or is cancelled leaves the range empty and the promise of pages taken back.
+void a_failed_growth_leaves_the_range_empty() {
+    Device device;
+    Reservation reservation(device, 16);
+    for (int round = 0; round < 20; round++) {
+        stc_ticket ticket;
+        if (round % 2) EXPECT(stc_device_fault(device.handle, STC_FAULT_MAP, 1) == STC_OK);
+        EXPECT(stc_map_later(reservation.handle, 0, 4 * PAGE, &ticket) == STC_OK);
+        if (round % 2 == 0) EXPECT(stc_ticket_cancel(device.handle, ticket) == STC_OK);
+        const int code = stc_ticket_wait(device.handle, ticket, LONG_S);
+        EXPECT(round % 2 ? code != STC_OK : code == STC_OK || code == STC_CANCELLED);
+        if (code == STC_OK) EXPECT(stc_unmap(reservation.handle, 0, 4 * PAGE, 0) == STC_OK);
+        EXPECT(stc_device_settle(device.handle, LONG_S) == STC_OK);
+        stc_stats stats;
+        EXPECT(stc_device_stats(device.handle, &stats) == STC_OK);
+        EXPECT(stats.pages_free == stats.pages_total && stats.pages_promised == 0);
+    }
+}
+
 void owners_never_see_each_others_pages() {
     Device device;
     in_threads(6, [&](int thread) {
         Reservation reservation(device, 32);
         for (int round = 0; round < 40; round++) {
             const uint64_t offset = static_cast<uint64_t>((round * 7 + thread) % 24) * PAGE;
-            EXPECT(stc_map(reservation.handle, offset, 8 * PAGE, LONG_S) == STC_OK);
+            map_now_or_later(device, reservation, offset, 8 * PAGE, round % 2);
             for (uint64_t i = 0; i < 8 * PAGE; i += 512) {
                 EXPECT(reservation.bytes[offset + i] == 0 || reservation.bytes[offset + i] == thread + 1);
             }
@@ -310,6 +342,7 @@ struct {
     void (*run)();
 } const TESTS[] = {
     {"owners never see each other's pages", owners_never_see_each_others_pages},
+    {"a failed growth leaves the range empty", a_failed_growth_leaves_the_range_empty},
     {"a late unmap leaves the newer mapping alone", a_late_unmap_leaves_the_newer_mapping_alone},
     {"loads and cancels of many threads lose no page", loads_and_cancels_of_many_threads_lose_no_page},
     {"a load comes over all links", a_load_comes_over_all_links},

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from vllm.v1.request import Request
 from runtime.core.prefix_index import BringingCosts
 from runtime.engine import ranks
 from runtime.memory.kv import KvRegion
-from runtime.memory.native import CacheMemory, Code, Direction, PoolError, TransferTicket
+from runtime.memory.native import Backend, CacheMemory, Code, Direction, PoolError, TransferTicket
 from runtime.memory.prefixes import EndedBlock, PrefixSpace
 from store.contract.wire import ONCE
 
@@ -33,6 +34,7 @@ log = structlog.get_logger()
 
 COPY_TRIES = 3  # a failed copy is made again: the source is still there
 COPY_WAIT_S = 60.0  # the longest wait for a copy
+GROWN_AHEAD = 4  # tokens: pages that come while the engine steps are asked for this long before a request needs them
 REQUESTS = 8  # the last requests, by whose lengths blocks are kept ahead
 
 
@@ -58,6 +60,49 @@ class ElasticBlockPool(BlockPool):
         pool._ended, pool._passed, pool.lengths, pool.before_reuse = {}, set(), deque(maxlen=REQUESTS), None
         pool._count(pool.null_block, 1)
         return pool
+
+    def grow(self, pages: int) -> None:
+        """Begin to add pages; `land` puts the blocks of the new pages into circulation.
+
+        On the host, and for an engine on several devices, whose schedulers must agree, the pages come at once. Raises
+        PoolError; then no page is added."""
+        if pages <= 0:
+            return
+        if self.grows_behind:
+            self._kv.begin(pages)
+        else:
+            self.open(self._kv.map(pages))
+
+    @property
+    def grows_behind(self) -> bool:
+        """Whether new pages come while the engine steps, and not at once."""
+        return self._kv.reservation.device.backend is not Backend.HOST and ranks.size() == 1
+
+    def land(self, wait_s: float = 0.0) -> bool:
+        """Put the blocks of pages that `grow` began to add into circulation, if the pages are there.
+
+        `wait_s`: the longest wait for the pages. Returns whether no page is on the way any more. Raises PoolError if
+        the pages could not be added."""
+        if wait_s:
+            self._kv.wait(wait_s)
+        if not self._kv.landed():
+            return False
+        self.open(self._kv.land())
+        return True
+
+    def take_grown(self, wait_s: float = 0.0) -> None:
+        """As `land`, for an engine that goes on without the pages if the pages could not be added."""
+        with self.telling_failures(self._kv.pages_coming):
+            self.land(wait_s)
+
+    @staticmethod
+    @contextmanager
+    def telling_failures(pages: int) -> Iterator[None]:
+        """Within the context, log that `pages` pages could not be added: the engine goes on with fewer pages."""
+        try:
+            yield
+        except PoolError as error:
+            log.warning("engine.not_grown", pages=pages, error=str(error))
 
     def open(self, blocks: Sequence[int]) -> None:
         """Put blocks with freshly mapped pages into circulation.

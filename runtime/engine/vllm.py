@@ -30,7 +30,7 @@ from vllm.v1.worker.utils import clear_layer_kv_caches
 from runtime.core.device.request import RequestId
 from runtime.core.engine import AHEAD, BadRequest, EngineError, Held, ImageLost, Output, WeightSource
 from runtime.engine import golden, ranks
-from runtime.engine.blocks import Prefixes
+from runtime.engine.blocks import GROWN_AHEAD, Prefixes
 from runtime.engine.golden import Golden
 from runtime.engine.grammars import GrammarReader
 from runtime.engine.groups import layout
@@ -40,7 +40,7 @@ from runtime.engine.worker import Home, as_tensor
 from runtime.memory.arriving import ArrivingImage
 from runtime.memory.disk import TornImage
 from runtime.memory.images import Image, ImageKey, Images
-from runtime.memory.kv import KvRegion
+from runtime.memory.kv import MAP_WAIT_S, KvRegion
 from runtime.memory.lent import lend, take_back
 from runtime.memory.native import Backend, PoolError, TransferTicket
 from runtime.memory.prefixes import HostPrefixes
@@ -78,6 +78,7 @@ class VllmEngine:
         self.sequential, self.source = False, WeightSource.FILES
         self._activations = self._questions = 0
         self._parked = True  # or about to be parked: the engine's blocks are given back
+        self._brought_in, self._requests_first = True, False
         self._grammars = GrammarReader(core)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder(size_threshold=INLINE_MOST)
@@ -158,6 +159,7 @@ class VllmEngine:
         return self._scheduler.unfinished > 0
 
     def step(self, ahead: bool = False) -> list[Output]:
+        self._blocks.take_grown(0.0 if self._scheduler.scheduled_tokens else MAP_WAIT_S)  # no tokens: wait for pages
         self._scheduler.prepare()
         brought_s = self._prefixes.bring(self._scheduler.new_requests()) if self._prefixes is not None else 0.0
         began = time.monotonic()
@@ -233,30 +235,38 @@ class VllmEngine:
 
     def held(self) -> Held:
         (soon, later), golden = self._scheduler.blocks_wanted(AHEAD), self._golden_blocks
+        soon = self._scheduler.blocks_wanted(GROWN_AHEAD)[1] if self._blocks.grows_behind else soon
         wanted = self._blocks.pages_wanted(golden + soon if self._parked else max(1 + golden, soon))
         spare = min(self._blocks.spare, max(0, len(self.kv.mapped) - self._blocks.pages_wanted(later)))
-        return Held(self.weights.held_pages, len(self.kv.mapped), wanted, spare)
+        return Held(self.weights.held_pages, len(self.kv.mapped) + self.kv.pages_coming, wanted, spare)
 
     def kv_fragmentation(self) -> float:
         return self._blocks.fragmentation
 
     def fetch(self, kv_pages: int) -> None:
         """Bring in weights first, for a step needs all weights; if all weights are resident, requests come first."""
-        self._parked = False
+        self._parked, self._brought_in = False, False
         try:
-            self._open(kv_pages - len(self.kv.mapped))
-            here = self.weights.held_pages == self.weights.pages
-            if not here:
+            self._blocks.grow(kv_pages - len(self.kv.mapped) - self.kv.pages_coming)
+            self._requests_first = self.weights.held_pages == self.weights.pages
+            if not self._requests_first:
                 self.weights.fetch()
-            self._scheduler.bring_in(leave=self._golden_blocks)  # a check may come before the first step
-            if here:
-                self.weights.fetch()
+            self._bring_in()
         except (PoolError, TornImage) as error:
             raise self._not_fetched(error) from error
 
+    def _bring_in(self) -> bool:
+        """Begin to copy parked requests in, once the KV cache has its pages. Returns whether the copies have begun."""
+        if not self._brought_in and self._blocks.land():
+            self._brought_in = True
+            self._scheduler.bring_in(leave=self._golden_blocks)  # a check may come before the first step
+            if self._requests_first:
+                self.weights.fetch()
+        return self._brought_in
+
     def arrived(self) -> bool:
         try:
-            if not ranks.all_say(self.weights.arrived):
+            if not self._bring_in() or not ranks.all_say(self.weights.arrived):
                 return False
         except (PoolError, TornImage) as error:
             raise self._not_fetched(error) from error
@@ -266,6 +276,7 @@ class VllmEngine:
     def _not_fetched(self, error: PoolError | TornImage) -> EngineError:
         """Take arriving requests out again after a failed fetch. Returns the error to raise."""
         self._parked = True
+        self._blocks.take_grown(MAP_WAIT_S)
         if ranks.size() > 1:  # ranks may hold different parts of the weights
             self.weights.leave()
             self.weights.evict(self.weights.held_pages, self._written())
@@ -276,6 +287,7 @@ class VllmEngine:
     def park(self) -> None:
         assert not self.ahead, "a step is under way"
         self._parked = True
+        self._blocks.take_grown(MAP_WAIT_S)
         self._scheduler.take_out(self._written())
         self.weights.leave()
         held = self.weights.held_pages  # after a fetch cut short, ranks hold different numbers of pages
@@ -288,15 +300,13 @@ class VllmEngine:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        if not self.weights.wait(timeout_s) and (ticket := self._scheduler.ticket) is not None:
+        if not (self.kv.wait(timeout_s) or self.weights.wait(timeout_s)) and (ticket := self._scheduler.ticket):
             with suppress(PoolError):  # the time is up, or the copy failed: `arrived` or `parked` reports the failure
                 ticket.wait(timeout_s)
 
     def grow(self, kv_pages: int) -> None:
-        try:
-            self._open(kv_pages)
-        except PoolError as error:
-            log.warning("engine.not_grown", pages=kv_pages, error=str(error))
+        with self._blocks.telling_failures(kv_pages):
+            self._blocks.grow(kv_pages)
 
     def shrink(self, kv_pages: int) -> None:
         self._give_back(self._blocks.spare_pages()[:kv_pages])
@@ -308,10 +318,6 @@ class VllmEngine:
         self._blocks.forget(salt)
         if self._prefixes is not None:
             self._prefixes.forget(salt)
-
-    def _open(self, pages: int) -> None:
-        if pages > 0:
-            self._blocks.open(self.kv.map(pages))
 
     def _give_back(self, pages: list[int]) -> None:
         blocks = self.kv.blocks_on(pages)
@@ -556,7 +562,7 @@ class VllmEngine:
         del module, core, self._scheduler, self._blocks, self._worker, self._model, self._grammars, self._prefixes
         del self._graphs, self._steps
         gc.collect()  # the core is a cycle of objects; see `freeze_heap` in builder.py
-        self.kv.reservation.release()
+        self.kv.release()
         self.weights.close()
         self.home.leave()
 

@@ -7,6 +7,7 @@ blocks belong to.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import groupby
 
 from runtime.memory.native import CacheMemory, DevicePool, Direction, Piece, PoolError, TransferTicket
@@ -15,7 +16,10 @@ MAP_WAIT_S = 30.0  # longest wait for pages on the way back to the pool
 
 
 class KvRegion:
-    """A reservation for a model's KV blocks. `mapped`: numbers of the mapped pages."""
+    """A reservation for a model's KV blocks.
+
+    `mapped`: numbers of the mapped pages. `coming`: numbers of the pages that are being mapped, in runs with tickets.
+    """
 
     def __init__(self, device: DevicePool, block_bytes: int, blocks: int) -> None:
         self.block_bytes, self.blocks = block_bytes, blocks
@@ -23,6 +27,7 @@ class KvRegion:
         self.page_bytes = device.page_bytes
         self.pages_total = self.reservation.bytes // device.page_bytes
         self.mapped: set[int] = set()
+        self.coming: dict[tuple[int, int], TransferTicket] = {}  # by first page and number of pages
         # In the host cache, too, block i lies at i * block_bytes, whichever models share the cache.
         self._pieces = [Piece(0, block_bytes, 0, block_bytes, block_bytes)]
 
@@ -62,6 +67,64 @@ class KvRegion:
         self.mapped.update(pages)
         return self.blocks_on(pages)
 
+    def begin(self, count: int) -> None:
+        """Begin to map the `count` lowest unmapped pages, all or none, on a thread of the memory library.
+
+        On a GPU, mapping takes calls of the driver and zeroes, for which the thread of the steps has no time. Raises
+        PoolError; `land` tells how the mapping ends."""
+        begun: list[tuple[int, int]] = []
+        try:
+            for run in _runs(self._lowest_unmapped(count)):
+                self.coming[run] = self.reservation.map_later(run[0] * self.page_bytes, run[1] * self.page_bytes)
+                begun.append(run)
+        except PoolError:
+            for run in begun:
+                self.coming.pop(run).wait(MAP_WAIT_S)
+                self.reservation.unmap(run[0] * self.page_bytes, run[1] * self.page_bytes)
+            raise
+
+    @property
+    def pages_coming(self) -> int:
+        return sum(length for _, length in self.coming)
+
+    def landed(self) -> bool:
+        """Whether no page is being mapped any more. Failures count as ends."""
+        return all(_ended(ticket) for ticket in self.coming.values())
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until no page is being mapped any more, at most `timeout_s` seconds for each run of pages.
+
+        Returns False if no page was being mapped."""
+        for ticket in self.coming.values():
+            with suppress(PoolError):
+                ticket.wait(timeout_s)
+        return bool(self.coming)
+
+    def release(self) -> None:
+        """Give the addresses back, with the pages left."""
+        self.wait(MAP_WAIT_S)
+        self.reservation.release()
+
+    def land(self) -> list[int]:
+        """Take the pages that `begin` began to map. Returns the blocks completed by the new pages.
+
+        Call once `landed` is true. Raises PoolError if a mapping failed; then no page is added."""
+        coming, self.coming = self.coming, {}
+        pages: list[int] = []
+        failure: PoolError | None = None
+        for (first, length), ticket in coming.items():
+            try:
+                assert ticket.done(), "pages are still being mapped"
+                pages += range(first, first + length)
+            except PoolError as error:
+                failure = error
+        if failure is not None:
+            for first, length in _runs(sorted(pages)):
+                self.reservation.unmap(first * self.page_bytes, length * self.page_bytes)
+            raise failure
+        self.mapped.update(pages)
+        return self.blocks_on(pages)
+
     def unmap(self, pages: Sequence[int], after: TransferTicket | None = None) -> None:
         """Unmap pages; returns at once. The pages leave when `after` and all copies that touch the pages are over."""
         self.mapped.difference_update(pages)
@@ -80,12 +143,20 @@ class KvRegion:
 
     def _lowest_unmapped(self, count: int) -> list[int]:
         pages: list[int] = []
+        taken = self.mapped.union(*(range(first, first + length) for first, length in self.coming))
         page = 0
         while len(pages) < count and page < self.pages_total:
-            if page not in self.mapped:
+            if page not in taken:
                 pages.append(page)
             page += 1
         return pages
+
+
+def _ended(ticket: TransferTicket) -> bool:
+    try:
+        return ticket.done()
+    except PoolError:
+        return True
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int]]:

@@ -263,6 +263,12 @@ class Reservation:
     def map(self, offset: int, size: int, timeout_s: float) -> None:
         _check(_library().stc_map(self._handle, offset, size, timeout_s))
 
+    def map_later(self, offset: int, size: int) -> TransferTicket:
+        """Map pages into an empty range on a thread of the library. Raises PoolError if the pool has too few pages."""
+        ticket = c_uint64()
+        _check(_library().stc_map_later(self._handle, offset, size, byref(ticket)))
+        return TransferTicket(self.device, ticket.value)
+
     def unmap(self, offset: int, size: int, after: TransferTicket | None = None) -> None:
         """Unmap a range; returns at once.
 
@@ -504,6 +510,7 @@ _SIGNATURES = {
     "stc_reserve": [c_void_p, c_uint64, c_void_p, c_void_p],
     "stc_release": [c_void_p, c_double],
     "stc_map": [c_void_p, c_uint64, c_uint64, c_double],
+    "stc_map_later": [c_void_p, c_uint64, c_uint64, c_void_p],
     "stc_unmap": [c_void_p, c_uint64, c_uint64, c_uint64],
     "stc_mark_clean": [c_void_p, c_uint64, c_uint64],
     "stc_residency": [c_void_p, c_uint64, c_uint64, c_void_p, c_void_p],

@@ -70,7 +70,11 @@ def change(builder: Any) -> None:
         assert has_index(device), f"the device's number is missing: {device!r}"
         return tensor_at(data.__cuda_array_interface__)
 
-    builder.DevicePool = partial(builder.DevicePool, page_bytes=PAGE_BYTES)
+    pool = builder.DevicePool
+    more = int(
+        os.environ.get("STAND_IN_BUILD_BYTES", 0)
+    )  # a GPU builds a model in the pool, and a host beside the pool
+    builder.DevicePool = lambda size, **settings: pool(size + more, page_bytes=PAGE_BYTES, **settings)
     builder.current_platform = SimpleNamespace(is_cpu=lambda: False)
     torch.as_tensor = as_tensor_of_host
     torch.ones = lambda *size, device=None, **more: ones(*size, **more)
