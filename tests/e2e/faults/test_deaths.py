@@ -168,4 +168,4 @@ async def test_a_client_that_leaves_is_cancelled_in_the_runtime_within_two_secon
         await asyncio.sleep(0.1)
     while (booked := await booked_tokens(mortal) - before) == 0:
         assert time.monotonic() - left_at < BOOKED_S
-    assert 20 < booked < 400
+    assert 0 < booked < 400  # a piece that is being sent when the client leaves is not counted, and may be long
