@@ -24,6 +24,7 @@ from itertools import islice
 from typing import Any
 
 import structlog
+from vllm import outputs
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -288,6 +289,15 @@ class PooledScheduler(AsyncScheduler):
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         return self._caught_up(request) and super()._handle_blocked_waiting_request(request)
 
+    def _end_with_an_error(self, id: str) -> None:
+        """Let the step end a request with an error. From 0.33 on vLLM keeps a reason for each such request."""
+        errors: Any = self.grammar_compile_error_reqs
+        if isinstance(errors, set):
+            errors.add(id)
+        else:
+            reason = "the tokens so far are outside the grammar of the request"
+            errors[id] = outputs.RequestError(code="validation_error", message=reason)
+
     def _caught_up(self, request: Request) -> bool:
         """Whether the request's grammar, compiled meanwhile, has seen all of the request's output."""
         if request.request_id not in self._behind:
@@ -300,7 +310,7 @@ class PooledScheduler(AsyncScheduler):
         if isinstance(grammar, Exception) or not self.structured_output_manager.accept_tokens(
             request, list(request.output_token_ids)
         ):
-            self.grammar_compile_error_reqs.add(request.request_id)  # the step ends the request with an error
+            self._end_with_an_error(request.request_id)
             return False
         return True
 
