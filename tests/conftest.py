@@ -48,6 +48,11 @@ def frozen_heap() -> None:
         gc.freeze()
 
 
+def with_hook(folder: Path) -> str:
+    """Return a PYTHONPATH by which a process loads the sitecustomize.py of a folder, and the project."""
+    return os.pathsep.join([str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -114,7 +114,9 @@ def check_in_slices(path: str, body: dict[str, Any]) -> None:
         assert errors and made in (None, expected)
         return
     assert made == expected and bool(errors) == bool(all_errors)
-    assert set(errors) <= set(all_errors)
+    # pydantic reads some lists, tool calls among them, when a validator of vLLM does: in the whole body that validator
+    # is not called if another message is faulty. An error in such a list has no field before the number of the item.
+    assert {fault for fault in errors if not isinstance([*fault[1], ""][1], int)} <= set(all_errors)
 
 
 @pytest.fixture

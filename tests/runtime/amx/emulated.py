@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from itertools import starmap
 from pathlib import Path
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, with_hook
 
 HERE = Path(__file__).parent
 BUILT = ROOT / "build/amx"
@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
     found = {str(library): _instructions(library) for library in starmap(_library, LIBRARIES)}
     sites = BUILT / "sites.json"
     sites.write_text(json.dumps(found))
-    return {"LD_PRELOAD": str(emulator), "AMX_SITES": str(sites), "PYTHONPATH": f"{HERE / 'hook'}:{ROOT}"}
+    return {"LD_PRELOAD": str(emulator), "AMX_SITES": str(sites), "PYTHONPATH": with_hook(HERE / "hook")}
 
 
 def _library(package: str, name: str) -> Path:
