@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(find_library("cuda") is not None, reason="this m
 
 
 LONG = ("test_conformance.py", "test_forms.py", "test_resume.py")
-# Tests of what is left at once: on a GPU pages leave behind the steps, and an image's memory once the registration ends.
+# Tests of what is left at once: on a GPU pages leave beside the steps, and an image's memory after the registration.
 LEFT_OUT = "not self_check and not unused_memory and not map_of_the_pool and not changed_is_noticed"
 
 
