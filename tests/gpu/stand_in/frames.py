@@ -74,6 +74,7 @@ def check_one_region(devices: Sequence[Registered], image_bytes: int) -> None:
     image = frozenset.intersection(*(device.frames for device in devices))
     together = frozenset.union(*(device.frames for device in devices))
     own = [device.frames - image for device in devices]
+    print(f"registered {sum(device.bytes for device in devices)} bytes, {len(together) * FRAME} of physical memory")
     assert 0 not in together, "the kernel tells the numbers of frames to root alone"
     assert len(image) * FRAME >= image_bytes
     assert len(together) == len(image) + sum(map(len, own)), "two devices registered memory of the same requests"
