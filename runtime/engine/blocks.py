@@ -92,8 +92,9 @@ class ElasticBlockPool(BlockPool):
 
     def take_grown(self, wait_s: float = 0.0) -> None:
         """As `land`, for an engine that goes on without the pages if the pages could not be added."""
-        with self.telling_failures(self._kv.pages_coming):
-            self.land(wait_s)
+        if self._kv.coming:
+            with self.telling_failures(self._kv.pages_coming):
+                self.land(wait_s)
 
     @staticmethod
     @contextmanager

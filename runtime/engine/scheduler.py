@@ -332,10 +332,11 @@ class PooledScheduler(AsyncScheduler):
         """Number of requests that a step can compute. New requests do not count while requests are parked."""
         return len(self.running) + len(self.kv_holding_waiting) + (0 if self._parked else len(self.waiting))
 
-    def blocks_wanted(self, ahead: int) -> tuple[int, int]:
+    def blocks_wanted(self, ahead: int, early: int = 0) -> tuple[int, int]:
         """Blocks, the null block included, that all requests together need.
 
-        Returns two numbers: blocks for the next step of every request, and blocks for `ahead` more tokens each."""
+        Returns two numbers: blocks for the next step of every request and `early` more tokens each, and blocks for
+        `ahead` more tokens each."""
         sizes, most = self.groups.keeping_sizes, self.max_num_scheduled_tokens
         soon = later = 1 + self.blocks.used_blocks
         has = [(request, request.num_computed_tokens) for request in self.running]
@@ -345,12 +346,12 @@ class PooledScheduler(AsyncScheduler):
             tokens = min(request.num_tokens + request.num_output_placeholders, computed + most)
             for size in sizes:
                 blocks = -(-computed // size)
-                soon += -(-tokens // size) - blocks
+                soon += -(-(tokens + early) // size) - blocks
                 later += -(-(tokens + ahead) // size) - blocks
         if self.groups.forgetting:
             for request, computed in has:
                 tokens = min(request.num_tokens + request.num_output_placeholders, computed + most)
-                next_step, further = self._forgetting_lack(request, computed, tokens, tokens + ahead)
+                next_step, further = self._forgetting_lack(request, computed, tokens + early, tokens + ahead)
                 soon, later = soon + next_step, later + further
         for away in self._parked.values():
             next_step = self._needs(away.request, away.computed)

@@ -234,8 +234,8 @@ class VllmEngine:
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def held(self) -> Held:
-        (soon, later), golden = self._scheduler.blocks_wanted(AHEAD), self._golden_blocks
-        soon = self._scheduler.blocks_wanted(GROWN_AHEAD)[1] if self._blocks.grows_behind else soon
+        early, golden = GROWN_AHEAD if self._blocks.grows_behind else 0, self._golden_blocks
+        soon, later = self._scheduler.blocks_wanted(AHEAD, early)
         wanted = self._blocks.pages_wanted(golden + soon if self._parked else max(1 + golden, soon))
         spare = min(self._blocks.spare, max(0, len(self.kv.mapped) - self._blocks.pages_wanted(later)))
         return Held(self.weights.held_pages, len(self.kv.mapped) + self.kv.pages_coming, wanted, spare)

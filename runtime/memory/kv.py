@@ -95,10 +95,11 @@ class KvRegion:
         """Wait until no page is being mapped any more, at most `timeout_s` seconds for each run of pages.
 
         Returns False if no page was being mapped."""
+        landed = self.landed()
         for ticket in self.coming.values():
             with suppress(PoolError):
                 ticket.wait(timeout_s)
-        return bool(self.coming)
+        return not landed
 
     def release(self) -> None:
         """Give the addresses back, with the pages left."""
