@@ -280,9 +280,9 @@ def test_nobody_sees_anothers_bytes_after_a_load_that_failed(
 def test_every_cancelled_load_returns_its_pages(
     device: DevicePool, reservation: Reservation, cache: CacheMemory
 ) -> None:
-    device.throttle(200e6)
+    device.throttle(4e6)  # a load takes half a second: a busy machine, too, cancels before the end
     before = resident_bytes(reservation)
-    for pause_s in [0, 0.0005, 0.001, 0.002, 0.004] * 4:
+    for pause_s in [0, 0.001, 0.005, 0.02, 0.05] * 4:
         ticket = reservation.load(cache, [Segment(0, 0, 32 * PAGE)], chunk_bytes=PAGE)
         time.sleep(pause_s)
         ticket.cancel()
