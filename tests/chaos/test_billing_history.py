@@ -14,6 +14,7 @@ import json
 import os
 import random
 import shutil
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from store.db.usage import period_of
 from tests.chaos import nemesis as chaos
 from tests.chaos import workload
 from tests.chaos.checker import billed, flaws
-from tests.chaos.devices import Devices, used_us
+from tests.chaos.devices import REPORT_AGE_S, Devices, used_us
 from tests.chaos.history import Ask, End, Seen, ask
 from tests.chaos.ledgers import CONSUMER, booked, ledger
 from tests.chaos.nemesis import Hurt, Kill, Lock, Nemesis, Pause, RestartServer
@@ -207,7 +208,9 @@ async def history_is_billed(run: Run, hurts: list[tuple[int, Hurt]], server: Pos
     print("done to it:", dict(nemesis.done))
     print("seen:", Counter((str(seen.end), seen.status) for seen in run.history))
     await run.until(lambda: platform.get("/readyz").status_code == 200 and run.at_rest(), READY_S)
+    await asyncio.sleep(REPORT_AGE_S)  # else the devices' last reports may be older than the last requests
     watching.cancel()
+    devices.look(await asyncio.to_thread(run.gpus), time.monotonic())
     assert await run.settled() == []
     assert {seen.status for seen in run.history} <= STATUSES
     assert list(devices.flaws(run.booked_us())) == []
