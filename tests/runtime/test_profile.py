@@ -139,20 +139,20 @@ def test_a_folder_without_a_model_and_two_of_one_name_are_refused(tmp_path: Path
 def test_real_engines_give_a_profile_that_says_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rounds of small models give a rough profile, but a whole profile."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for each other take minutes on a busy machine
-    monkeypatch.setattr(profile, "SHAPES", ((128, 1), (256, 4)))
+    monkeypatch.setattr(profile, "SHAPES", ((128, 1), (512, 4)))
     monkeypatch.setattr(profile, "RANDOM_CONTEXT", 128)
-    monkeypatch.setattr(profile, "PROMPTS", (16,))
+    monkeypatch.setattr(profile, "PROMPTS", (64,))  # the larger model takes many times as long, on a busy machine too
     monkeypatch.setattr(profile, "ROUNDS_LEAST", 1)
     monkeypatch.setattr(profile, "ROUNDS_MOST", 1)
-    settings = RuntimeSettings(device_memory=128 << 20, host_cache=512 << 20)  # type: ignore[arg-type]
+    settings = RuntimeSettings(device_memory=256 << 20, host_cache=512 << 20)  # type: ignore[arg-type]
     said: list[str] = []
     found = profile.profile("here", [DEMO / "faq"], settings, said.append)
 
     assert load_profile(msgspec.json.encode(found), "here") == found
-    assert found.kind == "measured" and found.memory_bytes == 128 << 20
-    assert list(found.models) == ["faq", "random-128x1", "random-256x4"]
+    assert found.kind == "measured" and found.memory_bytes == 256 << 20
+    assert list(found.models) == ["faq", "random-128x1", "random-512x4"]
     assert set(found.fits) == {"law", *found.models}
-    little, more = found.models["random-128x1"], found.models["random-256x4"]
+    little, more = found.models["random-128x1"], found.models["random-512x4"]
     assert more.weight_bytes > 6 * little.weight_bytes
     assert more.prefill(100) > little.prefill(100)
     assert 0 < found.costs(ModelSize("other", 10**7, 1e3, 5e6)).step(1, 100) < 10
