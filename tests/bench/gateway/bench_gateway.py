@@ -2,8 +2,10 @@
 
 A model with equal settings on all sides; 50 streams at once, then a single stream. Measured: time to first token, gaps
 between tokens, tokens a second, and CPU per token of the client-facing process. The gateway answers the fast way, and
-with --handlers a second gateway answers by vLLM's handlers. With --profile, the bench prints where the processes spend
-time, and no figures. `python tests/bench/gateway/bench_gateway.py [--small] [--handlers] [--profile]`
+with --handlers a second gateway answers by vLLM's handlers. With --litellm, LiteLLM's proxy stands in front of vLLM's
+server as a further side. With --profile, the bench prints where the processes spend time, and no figures.
+
+`python tests/bench/gateway/bench_gateway.py [--small] [--handlers] [--litellm] [--profile]`
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ import psutil
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
+from tests.bench.gateway.servers import LiteLLMProxy, VllmServer  # noqa: E402
 from tests.bench.gateway.streams import Client, Job, Load  # noqa: E402
-from tests.bench.gateway.vllm_server import VllmServer  # noqa: E402
 from tests.e2e.conftest import Platform  # noqa: E402
 
 MODEL, MAX_MODEL_LEN, KV_BYTES = "m", 512, 256 << 20
@@ -38,7 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "medium (27 M)": dict(hidden=512, layers=8, heads=8, kv_heads=4),
 }
 TOP = 15
-FAST, HANDLERS, VLLM = "fast", "handlers", "vllm"
+FAST, HANDLERS, VLLM, LITELLM = "fast", "handlers", "vllm", "litellm"
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,17 @@ def theirs(model: Path, folder: Path, environment: dict[str, str]) -> Iterator[S
         server.stop()
 
 
+@contextlib.contextmanager
+def through_litellm(server: Side, folder: Path) -> Iterator[Side]:
+    """LiteLLM's proxy in front of vLLM's server, which is `server`."""
+    proxy = LiteLLMProxy(MODEL, server.port, folder)
+    try:
+        proxy.start()
+        yield Side(proxy.port, "none", proxy.proxy, [server.front, *server.behind])
+    finally:
+        proxy.stop()
+
+
 def cpu_s(processes: list[psutil.Process]) -> float:
     """Return the processor time of processes. A process that ended, as makers of images do, counts as nothing."""
     alive = (process.cpu_times() for process in processes if process.is_running())
@@ -110,7 +123,7 @@ def cpu_s(processes: list[psutil.Process]) -> float:
 
 def measure(client: Client, side: Side, streams: int, requests: int, salt: int) -> Sample:
     front_s, behind_s = cpu_s([side.front]), cpu_s(side.behind)
-    load = client.run(Job(side.port, side.key, MODEL, streams, requests, salt))
+    load = client.run(Job(side.port, side.key, [MODEL], streams, requests, salt))
     return Sample(load, cpu_s([side.front]) - front_s, cpu_s(side.behind) - behind_s)
 
 
@@ -125,11 +138,15 @@ def compare(client: Client, sides: dict[str, Side], streams: int, requests: int)
         samples = {name: measure(client, sides[name], streams, requests, n) for name in order}
         if n:  # the servers are warm
             rounds.append(samples)
-    return [
+    rows: list[dict[str, object]] = [
         {"side": name, **beside([(samples[name], samples[VLLM]) for samples in rounds])}
         for name in sides
         if name != VLLM
     ]
+    if LITELLM in sides:
+        shares = [samples[FAST].front_us_per_token / samples[LITELLM].front_us_per_token for samples in rounds]
+        rows.append({"side": f"{FAST} beside {LITELLM}", "front_cpu_per_token_ratio": spread(shares)})
+    return rows
 
 
 def beside(pairs: list[tuple[Sample, Sample]]) -> dict[str, object]:
@@ -215,6 +232,8 @@ def main() -> None:
             if profiling:
                 sampler["PYTHONPATH"] += os.pathsep + str(folder / "dist")
             sides[VLLM] = stack.enter_context(theirs(model, folder, sampler if profiling else {}))
+            if "--litellm" in sys.argv:
+                sides[LITELLM] = stack.enter_context(through_litellm(sides[VLLM], folder))
             if profiling:
                 for title, side in sides.items():
                     print(json.dumps({title: profile(client, side, folder)}, indent=1), flush=True)

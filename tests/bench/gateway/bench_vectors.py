@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
 from tests.bench.gateway.bench_gateway import KV_BYTES, MODEL, cpu_s, spread  # noqa: E402
-from tests.bench.gateway.vllm_server import VllmServer  # noqa: E402
+from tests.bench.gateway.servers import VllmServer  # noqa: E402
 from tests.bench.timing import load  # noqa: E402
 from tests.conftest import free_port  # noqa: E402
 from tests.e2e.conftest import Platform  # noqa: E402

@@ -1,4 +1,4 @@
-"""The load of the gateway's bench, in a separate process: many chat streams over raw sockets. The client parses the
+"""The load of the gateway's benches, in a separate process: many chat streams over raw sockets. The client parses the
 answers no further than counting events, and therefore takes little of the machine under test. A job per line in, a
 result per line out.
 """
@@ -20,6 +20,7 @@ import msgspec
 import uvloop
 
 EVENT, LAST = b"data: {", b"0\r\n\r\n"
+CONTENT = re.compile(rb'"content": ?("(?:[^"\\]|\\.)*")')
 COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
@@ -29,10 +30,12 @@ class Job:
 
     port: int
     key: str
-    model: str
+    models: list[str]  # streams ask the models in turn
     streams: int
     requests: int
     salt: int  # a new salt makes new prompts
+    questions: int = 0  # different questions, and the texts of all answers are compared; 0: each chat has its own
+    tokens: int = 0  # of each answer; 0: see output_tokens
 
 
 @dataclass(frozen=True)
@@ -43,27 +46,30 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Load:
-    """Measurements of the clients. A connection's first request comes in a burst and is not in `first_ms`."""
+    """Measurements of the clients. A connection's first request comes in a burst and is not in `first_ms`, unless each
+    connection has one request alone."""
 
     seconds: float
     tokens: int
     events: int  # fewer than tokens if a lagging server puts several tokens into an event
     first_ms: Percentiles  # from request to first event
     gap_ms: Percentiles  # between reads with events
+    texts: list[list[str]]  # by question, the different texts of the answers; empty without Job.questions
 
 
-def output_tokens(stream: int, request: int) -> int:
+def output_tokens(job: Job, stream: int, request: int) -> int:
     """Output tokens of a request: 32 to 96, for streams with different ends; 64 on average."""
-    return 32 + (stream * 37 + request * 13) % 65
+    return job.tokens or 32 + (stream * 37 + request * 13) % 65
 
 
 def chat(job: Job, stream: int, request: int) -> bytes:
-    question = f"{job.salt}-{stream}-{request}: what does a gateway add to the first token?"
+    number = stream % job.questions if job.questions else f"{stream}-{request}"
+    question = f"{job.salt}-{number}: what does a gateway add to the first token?"
     body = json.dumps(
         {
-            "model": job.model,
+            "model": job.models[stream % len(job.models)],
             "messages": [{"role": "user", "content": question}],
-            "max_tokens": output_tokens(stream, request),
+            "max_tokens": output_tokens(job, stream, request),
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -85,10 +91,11 @@ class Connection(asyncio.Protocol):
         # uvloop's transports are not derived from asyncio.Transport
         self._transport = cast(asyncio.Transport, transport)
 
-    async def ask(self, request: bytes, gaps: list[float]) -> tuple[float, int]:
-        """Send a request; returns the seconds to the first event, and the tokens by the server's count."""
+    async def ask(self, request: bytes, gaps: list[float], kept: list[bytes] | None = None) -> tuple[float, int]:
+        """Send a request; returns the seconds to the first event, and the tokens by the server's count. `kept` gets the
+        bytes of the answer."""
         self._done = asyncio.get_running_loop().create_future()
-        self._gaps, self._head, self._tail, self._last_at = gaps, b"", b"", 0.0
+        self._gaps, self._head, self._tail, self._last_at, self._kept = gaps, b"", b"", 0.0, kept
         self._first_s = 0.0
         self._asked_at = time.perf_counter()
         self._transport.write(request)
@@ -97,6 +104,8 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
+        if self._kept is not None:
+            self._kept.append(data)
         if not self._head:
             self._head = data[:512]
         self._tail = (self._tail + data)[-2048:]
@@ -127,15 +136,20 @@ class Connection(asyncio.Protocol):
 async def run(job: Job) -> Load:
     first: list[float] = []
     gaps: list[float] = []
+    texts: list[set[str]] = [set() for _ in range(job.questions)]
 
     async def stream(number: int) -> tuple[int, int]:
         _, connection = await loop.create_connection(Connection, "127.0.0.1", job.port)
         tokens = 0
         for request in range(job.requests):
-            first_s, made = await connection.ask(chat(job, number, request), gaps)
-            assert made == output_tokens(number, request), f"{made} tokens, {output_tokens(number, request)} asked for"
+            kept: list[bytes] | None = [] if job.questions else None
+            first_s, made = await connection.ask(chat(job, number, request), gaps, kept)
+            asked = output_tokens(job, number, request)
+            assert made == asked, f"{made} tokens, {asked} asked for"
+            if kept is not None:
+                texts[number % job.questions].add(text_of(b"".join(kept)))
             tokens += made
-            if request:
+            if request or job.requests == 1:
                 first.append(first_s)
         connection.close()
         return tokens, connection.events
@@ -144,7 +158,13 @@ async def run(job: Job) -> Load:
     started = time.perf_counter()
     made = await asyncio.gather(*(stream(number) for number in range(job.streams)))
     tokens, events = map(sum, zip(*made, strict=True))
-    return Load(time.perf_counter() - started, tokens, events, percentiles_ms(first), percentiles_ms(gaps))
+    seconds = time.perf_counter() - started
+    return Load(seconds, tokens, events, percentiles_ms(first), percentiles_ms(gaps), [sorted(said) for said in texts])
+
+
+def text_of(answer: bytes) -> str:
+    """The text of a stream."""
+    return "".join(json.loads(content) for content in CONTENT.findall(answer))
 
 
 def percentiles_ms(seconds: list[float]) -> Percentiles:

@@ -1,13 +1,14 @@
 """How fast does a model come back from the host cache, and how fast does it go?
 
 Three parts: the library alone, a load of 512 MiB into unmapped addresses; the same bytes from an image on disk, beside
-what the disk reads by itself (O_DIRECT, as many readers); and an engine of 140 million weights, from `fetch` to
-`arrived`. Each round measures in turns, on the same pages: glibc's memcpy and the library's own copy
-(streaming stores: the roof) into mapped and warm pages, the scale to zero, and the load, which has to map the pages
-first. For comparison with the engine, the same weights are read from files in the page cache: by safetensors, and by
-transformers, with a copy of every tensor into warm memory. The answers are ratios, round by round.
+what the disk reads by itself (O_DIRECT, as many readers), and beside three loaders that read a file of as many bytes
+into the tensors of a model; and an engine of 140 million weights, from `fetch` to `arrived`. Each round measures in
+turns, on the same pages: glibc's memcpy and the library's own copy (streaming stores: the roof) into mapped and warm
+pages, the scale to zero, and the load, which has to map the pages first. For comparison with the engine, the same
+weights are read from files in the page cache: by safetensors, and by transformers, with a copy of every tensor into
+warm memory. The answers are ratios, round by round.
 
-`python tests/bench/runtime/bench_load.py [MiB]`
+`python tests/bench/runtime/bench_load.py [MiB] [library|disk|engine …]`
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from runtime.memory.disk import EXTENT_BYTES, DiskCache  # noqa: E402
 from runtime.memory.images import ImageKey, Images, Making  # noqa: E402
 from runtime.memory.native import CacheMemory, DevicePool, Direction, Segment  # noqa: E402
 from runtime.memory.weights import Weights  # noqa: E402
+from tests.bench.installed import libraries  # noqa: E402
 from tests.bench.timing import (  # noqa: E402
     WAIT_S,
     awaited,
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
 
 ROUNDS, DISK_ROUNDS = 15, 7
 MIB = 1 << 20
+LOADERS = ("fastsafetensors==0.5.0", "runai-model-streamer==0.17.1", "humanize==4.17.0")
+TENSORS = 64  # of the file that loaders read
 SHAPE: dict[str, Any] = dict(hidden=1024, layers=11, heads=8, kv_heads=4)  # 140 million weights, 536 MiB
 POOL_BYTES, HOST_BYTES = 640 * MIB, 2048 * MIB
 
@@ -105,8 +109,11 @@ def measure_library(image_bytes: int) -> dict[str, object]:
 
 
 def measure_disk(image_bytes: int) -> dict[str, object]:
-    """An image on disk becomes weights on the device; beside it, in each round, what the disk reads by itself."""
-    with tempfile.TemporaryDirectory() as folder:
+    """An image on disk becomes weights on the device; beside it, in each round, what the disk reads by itself, and
+    loaders of files."""
+    (ROOT / "build").mkdir(exist_ok=True)  # a folder for temporary files may lie in memory
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        loaders = FileLoaders(Path(folder) / "model.safetensors", image_bytes)
         disk = DiskCache(Path(folder), 4 * image_bytes)
         images = Images.create(2 * image_bytes + 16 * MIB)
         device = DevicePool(image_bytes)
@@ -132,11 +139,12 @@ def measure_disk(image_bytes: int) -> dict[str, object]:
             copy_s = seconds(lambda: come_from_host(weights))
             weights.close()
             device.settle(WAIT_S)
+            files_s = loaders.measured()
             if n > 0:
-                rounds.append((alone_s, ready_s, copy_s, max(alone_s, copy_s)))
+                rounds.append((alone_s, ready_s, copy_s, max(alone_s, copy_s), *files_s.values()))
         disk.close()
         images.close()
-    alone, ready, copies, slower = (list(column) for column in zip(*rounds, strict=True))
+    alone, ready, copies, slower, *others = (list(column) for column in zip(*rounds, strict=True))
     return {
         "of": "disk",
         "image_mib": image_bytes // MIB,
@@ -145,6 +153,7 @@ def measure_disk(image_bytes: int) -> dict[str, object]:
         "host_copy_gb_s": gb_s(image_bytes, copies),
         "ready_of_disk": ratios(alone, ready),
         "ready_of_slower": ratios(slower, ready),
+        "faster_than": {name: ratios(by, ready, 2) for name, by in zip(files_s, others, strict=True)},
         "write_gb_s": round(image_bytes / written_s / 1e9, 2),
         "load": load(),
     }
@@ -174,6 +183,58 @@ def come_from_host(weights: Weights) -> None:
     weights.fetch()
     while not weights.arrived():
         weights.wait(1e-3)
+
+
+class FileLoaders:
+    """A file of weights, and loaders that bring the file's tensors into the tensors of a model, which are warm."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        import torch
+        from safetensors.torch import save_file
+
+        sys.path.append(str(libraries("loaders", *LOADERS)))
+        self._path = path
+        self._homes = {f"w{n}": torch.rand(size // TENSORS // 4) for n in range(TENSORS)}
+        save_file(self._homes, path)
+
+    def measured(self) -> dict[str, float]:
+        """Seconds of each loader, by name. The kernel has nothing of the file when a loader begins."""
+        ways = {"vllm": self._vllm, "runai": self._runai, "fastsafetensors": self._fastsafetensors}
+        return {name: self._seconds(way) for name, way in ways.items()}
+
+    def _seconds(self, load_weights: Callable[[], None]) -> float:
+        fd = os.open(self._path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+        return seconds(load_weights)
+
+    def _copied(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self._homes[name].copy_(tensor)
+
+    def _vllm(self) -> None:
+        """vLLM's own way, with safetensors."""
+        from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+
+        self._copied(safetensors_weights_iterator([str(self._path)], False))
+
+    def _runai(self) -> None:
+        from runai_model_streamer import SafetensorsStreamer
+
+        with SafetensorsStreamer() as streamer:
+            streamer.stream_file(str(self._path))
+            self._copied(streamer.get_tensors())
+
+    def _fastsafetensors(self) -> None:
+        from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+
+        loader = SafeTensorsFileLoader(SingleGroup(), device="cpu", nogds=True)
+        loader.add_filenames({0: [str(self._path)]})
+        read = loader.copy_files_to_device()
+        self._copied((name, read.get_tensor(name)) for name in self._homes)
+        read.close()
+        loader.close()
 
 
 # ── an engine ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -276,9 +337,19 @@ def copied_s(load_weights: Callable[[], Mapping[str, torch.Tensor]]) -> float:
     return seconds(come)
 
 
+def main() -> None:
+    size = int(next((word for word in sys.argv[1:] if word.isdigit()), 512)) * MIB
+    parts = {
+        "library": lambda: measure_library(size),
+        "disk": lambda: measure_disk(size),
+        "engine": measure_engine,
+    }
+    named = [word for word in sys.argv[1:] if word in parts]
+    for part in named or parts:
+        print(json.dumps(parts[part]()), flush=True)
+
+
 if __name__ == "__main__":
     one_thread()
-    print(json.dumps(measure_library(int(sys.argv[1] if len(sys.argv) > 1 else 512) * MIB)), flush=True)
-    print(json.dumps(measure_disk(int(sys.argv[1] if len(sys.argv) > 1 else 512) * MIB)), flush=True)
-    print(json.dumps(measure_engine()), flush=True)
+    main()
     os._exit(0)  # vLLM's exit handlers would tear down a process that is ending anyway

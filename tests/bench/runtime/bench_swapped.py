@@ -36,7 +36,7 @@ import numpy as np  # noqa: E402
 from runtime.core.device.request import Objective  # noqa: E402
 from runtime.core.ledgers.attainment import ObjectiveProgress  # noqa: E402
 from runtime.sim.workload import base  # noqa: E402
-from tests.bench.gateway.vllm_server import VllmServer  # noqa: E402
+from tests.bench.gateway.servers import VllmServer  # noqa: E402
 from tests.bench.timing import load  # noqa: E402
 
 MIB = 1 << 20

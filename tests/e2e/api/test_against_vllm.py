@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from tests.bench.gateway.vllm_server import VllmServer
+from tests.bench.gateway.servers import VllmServer
 from tests.e2e.api.beside import Answered, Case, ask, differences
 from tests.e2e.api.beside_cases import BATCH, CASES
 from tests.e2e.conftest import Platform

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.gateway.vllm_server import vllm_command, vllm_environment
+from tests.bench.gateway.servers import vllm_command, vllm_environment
 from tests.e2e.conftest import MODELS, Platform
 
 PROMPTS, OUTPUT_TOKENS = 12, 16
