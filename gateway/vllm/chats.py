@@ -8,6 +8,7 @@ other tenants a second process.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +32,7 @@ from runtime.core.fair_queue import FairQueue
 
 PROCESSES = 2  # of a front
 LATE_S = 0.05  # after this time of a chat, other tenants get the second process
-WAITING_MOST = 256  # chats of one tenant
+WAITING_MOST, WAITING_BYTES_MOST = 4096, 64 << 20  # chats of one tenant that wait, and the bytes of the chats
 
 
 class ProcessLink(asyncio.Protocol):
@@ -108,6 +109,7 @@ class ChatRenderer:
         self._noted, self._spare = noted, process or RenderingProcess()
         self._spare.keep(noted)
         self._queue: FairQueue[ChatJob] = FairQueue(WAITING_MOST)
+        self._waiting_bytes = Counter[str]()  # by tenant, of chats without a text yet
         self._processes: set[LinkedProcess] = set()
         self._idle: list[LinkedProcess] = []
         self._starting: asyncio.Task[None] | None = None
@@ -115,13 +117,19 @@ class ChatRenderer:
     async def text(self, job: bytes) -> str:
         """Return the text of a chat: see `templates.chat_job`. Raises TooManyWaiting, TemplateError."""
         chat = ChatJob(TENANT.get(), job, asyncio.get_running_loop().create_future())
+        if self._waiting_bytes[chat.tenant] + len(job) > WAITING_BYTES_MOST:
+            raise TooManyWaiting(f"{WAITING_BYTES_MOST >> 20} MiB of this tenant's chats wait to be rendered, the most")
         if not self._queue.put(chat.tenant, chat):
             raise TooManyWaiting(f"{WAITING_MOST} chats of this tenant wait to be rendered, the most")
+        self._waiting_bytes[chat.tenant] += len(job)
         self._begin()
         try:
             return text_of(await chat.answer)
         finally:
             self._queue.remove(chat.tenant, chat)  # the client may have left before the chat's turn
+            self._waiting_bytes[chat.tenant] -= len(job)
+            if not self._waiting_bytes[chat.tenant]:
+                del self._waiting_bytes[chat.tenant]
 
     def _begin(self) -> None:
         """Give idle processes to waiting tenants in turn, and start a process if the processes there are too few."""

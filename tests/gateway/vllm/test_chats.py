@@ -138,7 +138,14 @@ async def test_the_waiting_chats_of_a_tenant_are_bounded(
     held = [asked(renderer, f"{number}") for number in range(5)]
     done = await asyncio.gather(*held, return_exceptions=True)
     assert [type(text) for text in done] == [str] * 4 + [TooManyWaiting]
-    assert await asked(renderer, "next") == "<s>next"
+    monkeypatch.undo()
+    monkeypatch.setattr(chats, "WAITING_BYTES_MOST", 4 * len(job("0")))
+    held = [asked(renderer, f"{number}") for number in range(5)]
+    other = asked(renderer, "other", "globex")
+    done = await asyncio.gather(*held, return_exceptions=True)
+    assert [type(text) for text in done] == [str] * 4 + [TooManyWaiting] and "wait to be rendered" in str(done[-1])
+    assert await other == "<s>other" and await asked(renderer, "next") == "<s>next"
+    assert not renderer._waiting_bytes
 
 
 async def test_without_a_process_the_reason_reaches_the_client(
