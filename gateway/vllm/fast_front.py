@@ -1,8 +1,8 @@
 """The fast way of a front: does the work of vLLM's handlers for a request, without the handlers.
 
-In a thread at which tenants take turns, the prompt is rendered and tokenised, and vLLM's own classes make the sampling
-parameters. `gateway/fast` writes the stream. A request with a fault goes to vLLM's handlers: the client reads the error
-in vLLM's words.
+A process renders a chat, the prompt is tokenised, and vLLM's own classes make the sampling parameters: on the event
+loop for a short prompt, else in a thread at which tenants take turns. `gateway/fast` writes the stream. A request with
+a fault goes to vLLM's handlers: the client reads the error in vLLM's words.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 from runtime.engine.settings import RENDER_WAIT_S  # isort: skip  (sets vLLM's environment, so: first)
 
 import msgspec
 import structlog
+from jinja2 import TemplateError
 from starlette.datastructures import State
 from starlette.types import Send
 from tokenizers import Tokenizer
@@ -29,7 +30,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.inputs import TextPrompt, TokensPrompt
 from vllm.inputs.engine import tokens_input
 from vllm.renderers import hf
-from vllm.renderers.params import ChatParams
+from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
@@ -39,18 +40,24 @@ from gateway.fast.chunks import EventTemplates, StreamEvents
 from gateway.fast.resume import ResumedListener
 from gateway.fast.stream import Flusher, StreamSender, send_failure
 from gateway.fast.text import TextDecoder, TextStyle, primer
-from gateway.http.errors import Problem
+from gateway.http.errors import Problem, rate_limited
 from gateway.http.vllm_errors import unavailable
 from gateway.inference.context import RequestContext
-from gateway.vllm import events
+from gateway.vllm import events, templates
 from gateway.vllm.bus_core import BusCore, BusLLM, failed
+from gateway.vllm.chats import ChatRenderer
 from gateway.vllm.conversation import conversation
+from gateway.vllm.threads import TooManyWaiting
 
 log = structlog.get_logger()
 
 Ask = ChatAsk | CompletionAsk
 # Requests without a field of the client. A copy takes 1 % of the time of a request made anew.
 CHAT_OF_DEFAULTS, COMPLETION_OF_DEFAULTS = ChatCompletionRequest.model_construct(), CompletionRequest.model_construct()
+# Characters, or tokens, of a prompt prepared on the event loop; the hardest text found takes 1.1 ms to tokenise.
+ON_LOOP_MOST = 2048
+MESSAGES_ON_LOOP = 64  # of a chat, and parts of a message
+PROBE = [{"role": "user", "content": "t"}]
 
 
 class NotFast(Exception):
@@ -90,10 +97,8 @@ class FastFront:
         if self._rust.encode_special_tokens != tokenizer.split_special_tokens:
             self._rust.encode_special_tokens = tokenizer.split_special_tokens
         self._added = {token: added.content for token, added in self._rust.get_added_tokens_decoder().items()}
-        renderer = state.online_renderer
-        self._chats = renderer.parser is None and not renderer.use_harmony
         params = _chat_params(state)
-        self._template_kwargs = params.get_apply_chat_template_kwargs()
+        self._chats = self._made_chats(params, tokenizer)
         form = hf.resolve_chat_template_content_format(
             params.chat_template, None, params.chat_template_content_format, tokenizer, model_config=self._model
         )
@@ -101,9 +106,29 @@ class FastFront:
         self._templates = cache(self._made_templates)
         self._flusher = Flusher()
 
+    def _made_chats(self, params: ChatParams, tokenizer: Any) -> ChatRenderer | None:
+        """Return the renderer of chats; None if vLLM's handlers must render, or there is no template for chats."""
+        renderer = self._state.online_renderer
+        if renderer.parser is not None or renderer.use_harmony:
+            return None
+        with templates.noting() as noted:
+            try:
+                text = hf.safe_apply_chat_template(
+                    self._model, tokenizer, list[Any](PROBE), **params.get_apply_chat_template_kwargs()
+                )
+            except Exception as error:
+                log.debug("fast.no_chats", error=type(error).__name__)
+                return None
+        if text != templates.NOTED or len(noted) != 1 or noted[0].variables.pop("messages", None) != PROBE:
+            return None  # the tokeniser's class does more than to render the template
+        return ChatRenderer(noted[0], templates.process_of_thread())
+
     @classmethod
     def of(cls, llm: BusLLM, core: BusCore, state: State) -> FastFront | None:
-        """Return the fast way of a front; None if the front's model or tokeniser needs vLLM's handlers."""
+        """Return the fast way of a front; None if the front's model or tokeniser needs vLLM's handlers.
+
+        To be called in the front's thread: the thread's rendering process becomes the renderer's of chats. Raises
+        TemplateError."""
         renderer, model = llm.renderer, llm.model_config
         if type(renderer).__name__ != hf.HfRenderer.__name__ or not isinstance(renderer.tokenizer, TokenizersBackend):
             return None
@@ -121,23 +146,22 @@ class FastFront:
         The caller has set CONTEXT, and runs the coroutine in a separate task.
         """
         ask = context.ask
-        if ask is None or (isinstance(ask, ChatAsk) and not self._chats):
+        if ask is None or (isinstance(ask, ChatAsk) and self._chats is None):
             return False
         try:
             async with asyncio.timeout(RENDER_WAIT_S):
-                prepared = await asyncio.get_running_loop().run_in_executor(
-                    self._llm.renderer._executor, self._prepared, ask, context.request_id
-                )
-        except TimeoutError:
-            context.refused = template_busy()
-            await send_failure(send, False, 503, b"")
+                prepared = await self._ready(ask, context.request_id)
+        except (TimeoutError, TooManyWaiting) as error:
+            late = isinstance(error, TimeoutError)
+            context.refused = template_busy() if late else rate_limited("requests", str(error), 2)
+            await send_failure(send, False, context.refused.status, b"")
             return True
         except PromptRefused as error:
             assert isinstance(error.__cause__, VLLMValidationError)
             context.way = FAST
             await send_failure(send, False, 400, _error(error.__cause__))
             return True
-        except Exception as error:  # faults of the client, or a full queue: vLLM's handlers answer in vLLM's words
+        except Exception as error:  # faults of the client: vLLM's handlers answer in vLLM's words
             log.debug("fast.not_prepared", error=type(error).__name__)
             return False
         context.way = FAST
@@ -214,24 +238,47 @@ class FastFront:
         fingerprint = self._state.openai_serving_completion.system_fingerprint
         return events.completion_templates(fingerprint, usage_in_each)
 
-    # ── in a thread of the front ──────────────────────────────────────────────────────────────────────────────────────
+    # ── the prompt ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _prepared(self, ask: Ask, request_id: str) -> PreparedAsk:
-        """Render, tokenise, and make the engine's request. Raises NotFast, and vLLM's exceptions for a bad request."""
-        fields = sampling_fields(ask)
+    async def _ready(self, ask: Ask, request_id: str) -> PreparedAsk:
+        """Render a chat, tokenise, and make the engine's request: long texts in the front's thread.
+
+        Raises TooManyWaiting, PromptRefused, NotFast, and vLLM's exceptions for a bad request."""
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._llm.renderer._executor)
+        request = _request(ask)
+        try:
+            limits = request.build_tok_params(self._model)
+        except VLLMValidationError as error:
+            raise PromptRefused from error
         if isinstance(ask, ChatAsk):
+            assert self._chats is not None
+            job = self._job(ask) if _is_short(ask) else await in_thread(self._job, ask)
+            try:
+                prompt: str | list[int] = await self._chats.text(job)
+            except TemplateError as error:
+                raise PromptRefused from VLLMValidationError(str(error))
+        else:
+            prompt = ask.prompt
+        if len(prompt) <= ON_LOOP_MOST:
+            return self._prepared(request, limits, prompt, request_id)
+        return await in_thread(self._prepared, request, limits, prompt, request_id)
+
+    def _job(self, ask: ChatAsk) -> bytes:
+        return templates.chat_job(conversation(ask.messages, self._in_parts))
+
+    def _prepared(self, request: Any, limits: TokenizeParams, prompt: str | list[int], request_id: str) -> PreparedAsk:
+        """Tokenise, and make the engine's request. `request`: vLLM's request.
+
+        Raises NotFast, PromptRefused, and vLLM's exceptions for a bad request."""
+        tokens = self._tokens(prompt, limits)
+        if isinstance(request, ChatCompletionRequest):
             name = part = f"chatcmpl-{request_id}"
-            request: Any = CHAT_OF_DEFAULTS.model_copy(update=fields)
             serving, most = self._state.openai_serving_chat, request.max_completion_tokens
             most = request.max_tokens if most is None else most
         else:
-            if fields.get("max_tokens") is None:  # vLLM's class has a default for a missing field alone
-                fields.pop("max_tokens", None)
             name = f"cmpl-{request_id}"
             part = f"{name}-0"
-            request = COMPLETION_OF_DEFAULTS.model_copy(update=fields)
             serving, most = self._state.openai_serving_completion, request.max_tokens
-        tokens = self._tokens(ask, request)
         defaults = serving.default_sampling_params
         most = get_max_tokens(self._model.max_model_len, most, len(tokens), defaults, serving.override_max_tokens)
         params = request.to_sampling_params(most, defaults)
@@ -249,16 +296,13 @@ class FastFront:
         first = primer(self._rust, tokens, style.skip_special_tokens)
         return PreparedAsk(name, _each(asked), len(tokens), first, style)
 
-    def _tokens(self, ask: Ask, request: Any) -> list[int]:
-        """Return the tokens of a prompt. `request`: vLLM's request.
+    def _tokens(self, prompt: str | list[int], limits: TokenizeParams) -> list[int]:
+        """Return the tokens of a prompt. Raises PromptRefused for a prompt that is too long; NotFast without a token.
 
-        Raises PromptRefused, in vLLM's order of the checks; NotFast without a token. The loop goes on during
-        `encode_batch_fast`: the library gives the interpreter free for batches, and for single texts not.
-        """
+        While a thread runs `encode_batch_fast`, the loop goes on: the library gives the interpreter free for batches,
+        and for single texts not."""
         tokenizer = self._llm.renderer.get_tokenizer()
         try:
-            limits = request.build_tok_params(self._model)
-            prompt = self._rendered(ask) if isinstance(ask, ChatAsk) else ask.prompt
             if isinstance(prompt, str):
                 limits.apply_pre_tokenization(tokenizer, TextPrompt(prompt=prompt))
                 (encoded,) = self._rust.encode_batch_fast([prompt], add_special_tokens=limits.add_special_tokens)
@@ -273,13 +317,15 @@ class FastFront:
             raise NotFast
         return tokens
 
-    def _rendered(self, ask: ChatAsk) -> str:
-        messages: Any = conversation(ask.messages, self._in_parts)
-        tokenizer: Any = self._llm.renderer.get_tokenizer()
-        text = hf.safe_apply_chat_template(self._model, tokenizer, messages, **self._template_kwargs)
-        if not isinstance(text, str):
-            raise NotFast
-        return text
+
+def _request(ask: Ask) -> Any:
+    """Return vLLM's request with the fields that the client gave for sampling."""
+    fields = sampling_fields(ask)
+    if isinstance(ask, ChatAsk):
+        return CHAT_OF_DEFAULTS.model_copy(update=fields)
+    if fields.get("max_tokens") is None:  # vLLM's class has a default for a missing field alone
+        fields.pop("max_tokens", None)
+    return COMPLETION_OF_DEFAULTS.model_copy(update=fields)
 
 
 def template_busy() -> Problem:
@@ -288,6 +334,22 @@ def template_busy() -> Problem:
         f"the model's chat template was busy with other requests for {RENDER_WAIT_S} s: come again, or let it loop less"
     )
     return Problem(503, "template_busy", detail, headers={"retry-after": "2"})
+
+
+def _is_short(ask: ChatAsk) -> bool:
+    """Whether the messages of a chat can be written as JSON on the event loop."""
+    if len(ask.messages) > MESSAGES_ON_LOOP:
+        return False
+    size = 0
+    for message in ask.messages:
+        content = message.content
+        if isinstance(content, str):
+            size += len(content)
+        elif len(content) > MESSAGES_ON_LOOP:
+            return False
+        else:
+            size += sum([len(part.text) for part in content])
+    return size <= ON_LOOP_MOST
 
 
 def _error(error: Exception) -> bytes:

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections import Counter, deque
 from datetime import datetime
+from enum import StrEnum
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,7 +30,16 @@ TEMPLATE_MOST = 64 << 10  # characters; the longest published templates have som
 VISITS_MOST = 1_000_000  # visits of nodes when vLLM looks where a template puts messages: about a second
 
 READY, MADE, REFUSED = b"ready", b"+", b"-"
-CHECK, VARIABLES, RENDER = "check", "variables", "render"
+
+
+class JobKind(StrEnum):
+    """Kinds of jobs."""
+
+    CHECK = "check"  # tell whether a template is sound
+    VARIABLES = "variables"  # tell the names that a template looks up
+    RENDER = "render"  # render a template
+    KEEP = "keep"  # keep a template and its variables for chats to come
+    CHAT = "chat"  # render messages with the kept template
 
 
 # ── Jinja as chat templates expect it ─────────────────────────────────────────────────────────────────────────────────
@@ -122,31 +132,49 @@ def _compiled(template: str) -> Template:
     return environment().from_string(template)
 
 
-def answer(job: bytes) -> bytes:
-    """Answer a job: (kind, template, its variables) in JSON."""
-    try:
-        kind, template, variables = json.loads(job)
-        if kind == CHECK:
-            check(template)
-            return MADE
-        if kind == VARIABLES:  # Jinja computes constants on the way, so only this process may parse the template
-            return MADE + " ".join(meta.find_undeclared_variables(environment().parse(template))).encode()
-        text = _compiled(template).render(**variables).encode("utf-8", "surrogatepass")
-    except MemoryError:
-        return REFUSED + f"the chat template needs more than {MEMORY_MOST >> 20} MiB: let it make less".encode()
-    except RecursionError:
-        return REFUSED + b"the chat template is nested too deep: let no macro call itself without an end"
-    except Exception as error:
-        return REFUSED + (str(error) or type(error).__name__)[:1000].encode("utf-8", "replace")
-    if len(text) > TEXT_MOST:
-        return REFUSED + f"the chat template made {len(text)} bytes, at most {TEXT_MOST}: let it make less".encode()
-    return MADE + text
+class RenderingJobs:
+    """Answers jobs, and keeps the template of chats between jobs."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[str, dict[str, Any]] = "", {}  # template of chats, and its variables besides the messages
+
+    def answer(self, job: bytes) -> bytes:
+        """Answer a job: JSON of its kind, and of what the kind needs."""
+        try:
+            text = self._done(*json.loads(job)).encode("utf-8", "surrogatepass")
+        except MemoryError:
+            return REFUSED + f"the chat template needs more than {MEMORY_MOST >> 20} MiB: let it make less".encode()
+        except RecursionError:
+            return REFUSED + b"the chat template is nested too deep: let no macro call itself without an end"
+        except Exception as error:
+            return REFUSED + (str(error) or type(error).__name__)[:1000].encode("utf-8", "replace")
+        if len(text) > TEXT_MOST:
+            return REFUSED + f"the chat template made {len(text)} bytes, at most {TEXT_MOST}: let it make less".encode()
+        return MADE + text
+
+    def _done(self, kind: str, given: Any, variables: dict[str, Any] | None = None) -> str:
+        """Do a job, and return its text. `given`: messages of a chat, else a template."""
+        match kind:
+            case JobKind.CHECK:
+                check(given)
+            case JobKind.KEEP:
+                _compiled(given)
+                self._kept = given, variables or {}
+            case JobKind.VARIABLES:  # Jinja computes constants on the way, so only this process may parse the template
+                return " ".join(meta.find_undeclared_variables(environment().parse(given)))
+            case JobKind.RENDER:
+                return _compiled(given).render(**(variables or {}))
+            case JobKind.CHAT:
+                template, kept = self._kept
+                return _compiled(template).render(messages=given, **kept)
+        return ""
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MOST, MEMORY_MOST))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold prompts
+    jobs = RenderingJobs()
     with Connection(int(sys.argv[1])) as asked:
         asked.send_bytes(READY)
         while True:
@@ -155,7 +183,7 @@ def main() -> None:
             except EOFError:  # the gateway is gone
                 return
             signal.setitimer(signal.ITIMER_REAL, DEADLINE_S)  # the timer's signal ends the process, even inside C code
-            asked.send_bytes(answer(job))
+            asked.send_bytes(jobs.answer(job))
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
