@@ -106,8 +106,10 @@ class ChatRenderer:
         """`noted`: the template, and its variables besides the messages. `process`: a running process to begin with.
 
         To be called in a thread: the process is told the template. Raises TemplateError for a faulty template."""
-        self._noted, self._spare = noted, process or RenderingProcess()
-        self._spare.keep(noted)
+        process = process or RenderingProcess()
+        process.keep(noted)
+        self._noted = noted
+        self._spare: RenderingProcess | None = process  # not linked yet
         self._queue: FairQueue[ChatJob] = FairQueue(WAITING_MOST)
         self._waiting_bytes = Counter[str]()  # by tenant, of chats without a text yet
         self._processes: set[LinkedProcess] = set()

@@ -307,7 +307,8 @@ class FastFront:
                 limits.apply_pre_tokenization(tokenizer, TextPrompt(prompt=prompt))
                 (encoded,) = self._rust.encode_batch_fast([prompt], add_special_tokens=limits.add_special_tokens)
                 # vLLM's tokeniser ends at a token more than the most, and the error tells that number.
-                tokens = list(encoded.ids)[: limits.max_input_tokens + 1]
+                most = limits.max_input_tokens
+                tokens = list(encoded.ids)[: None if most is None else most + 1]
             else:
                 tokens = prompt
             limits.apply_post_tokenization(tokenizer, TokensPrompt(prompt_token_ids=tokens))

@@ -1,10 +1,10 @@
-"""What does a token cost the gateway at a pace, and how many streams can a gateway have?
+"""CPU time of a token at a pace, and 1,000 streams of a gateway.
 
 A platform whose steps keep a pace (`pace/sitecustomize.py`): vLLM computes a small model's tokens, and a step lasts 20
-ms, or 100 ms. First, 200 streams with a token every 20 ms: CPU time of the gateway for each token. Then 50 and 1,000
-streams of a tenant, in turns, with a token every 100 ms: gaps between tokens of eight streams of
-another tenant, and memory of the gateway for each stream. The texts of all answers equal the texts of sixteen streams
-asked before.
+ms, or 100 ms. First part: 200 streams with a token every 20 ms, and the CPU time of the gateway for each token. Second
+part: 50 and 1,000 streams of a tenant, in turns, with a token every 100 ms; measured are the gaps between tokens of
+eight streams of a second tenant, and the gateway's memory for each stream. The texts of all answers equal the texts of
+sixteen streams asked before.
 
 `python tests/bench/gateway/bench_streams.py`
 """
@@ -41,7 +41,7 @@ QUESTIONS = 16
 FEW_STREAMS, MANY_STREAMS, OTHER_STREAMS = 50, 1000, 8
 REQUESTS_MOST = 1024  # of a step
 TOKENS = 128  # of each of the many answers
-OTHERS_AFTER_S = 5.0  # the other tenant asks when the many streams flow
+OTHERS_AFTER_S = 5.0  # the second tenant asks when the many streams flow
 PAIRS, PACED_ROUNDS = 3, 5
 MEMORY_PERIOD_S = 0.25
 
@@ -65,13 +65,13 @@ def paced(folder: Path, step_ms: int) -> Iterator[PacedPlatform]:
     paths = f"{Path(__file__).with_name('pace')}{os.pathsep}{ROOT}"
     settings = {"STACCATO_THREADS": "1", "STACCATO_DEVICE_MEMORY": "1GiB", "STACCATO_CONNECTIONS_PER_ADDRESS": "4096"}
     hook = ("env", f"PYTHONPATH={paths}", f"STEP_MS={step_ms}", f"REQUESTS_MOST={REQUESTS_MOST}")
-    started = Platform(folder / "data", free_port(), settings, limited=hook)  # a forked process would not load the hook
+    started = Platform(folder / "data", free_port(), settings, limited=hook)  # forked processes would not load the hook
     try:
         started.start()
         started.model(MODEL, write_random(folder / "model", "llama", **SHAPE))
         for tenant in (MANY, OTHERS):
             started.tenant(tenant)
-            deployment = started.deploy(tenant, MODEL, max_model_len=512, **AWAKE)
+            deployment = started.deploy(tenant, MODEL, max_model_len=512, scaling=AWAKE["scaling"])
             assert deployment["status"]["phase"] == "awake", deployment
         yield PacedPlatform(started, started.child("gateway.app"))
     finally:
@@ -113,7 +113,7 @@ def measure_paced(client: Client, side: PacedPlatform) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Beside:
-    """Measurements of a round: many streams, and streams of another tenant beside."""
+    """Measurements of a round: many streams, and streams of the second tenant beside."""
 
     many: Load
     others: Load

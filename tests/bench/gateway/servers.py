@@ -96,7 +96,7 @@ class VllmServer:
 
 
 class LiteLLMProxy:
-    """LiteLLM's proxy in front of an OpenAI server: one worker process, no database, no checks of keys."""
+    """LiteLLM's proxy in front of an OpenAI server, with a single worker process, no database and no checks of keys."""
 
     def __init__(self, name: str, server: int, folder: Path) -> None:
         """`name`: the model. `server`: port of the server with the model."""
@@ -113,7 +113,7 @@ class LiteLLMProxy:
         ]
 
     def start(self) -> None:
-        """Start the proxy. Raises RuntimeError with the last lines of its log if the proxy does not become ready."""
+        """Start the proxy. Raises RuntimeError with the last lines of the log if the proxy does not become ready."""
         told = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "NO_DOCS": "True"}
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
