@@ -99,7 +99,7 @@ def theirs(model: Path, folder: Path, environment: dict[str, str]) -> Iterator[S
     server = VllmServer(model, MODEL, folder, MAX_MODEL_LEN, KV_BYTES)
     try:
         server.start(**environment)
-        yield Side(server.port, "none", server.api_server, server.core)
+        yield Side(server.port, "none", server.front, server.core)
     finally:
         server.stop()
 
@@ -110,7 +110,7 @@ def through_litellm(server: Side, folder: Path) -> Iterator[Side]:
     proxy = LiteLLMProxy(MODEL, server.port, folder)
     try:
         proxy.start()
-        yield Side(proxy.port, "none", proxy.proxy, [server.front, *server.behind])
+        yield Side(proxy.port, "none", proxy.front, [server.front, *server.behind])
     finally:
         proxy.stop()
 

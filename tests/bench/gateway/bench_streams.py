@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import tempfile
 import threading
@@ -32,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from tests.bench.gateway.bench_gateway import MODEL, cpu_s, spread  # noqa: E402
 from tests.bench.gateway.streams import Client, Job, Load  # noqa: E402
 from tests.bench.timing import load  # noqa: E402
-from tests.conftest import free_port  # noqa: E402
+from tests.conftest import free_port, with_hook  # noqa: E402
 from tests.e2e.conftest import AWAKE, Platform  # noqa: E402
 
 SHAPE: dict[str, Any] = dict(hidden=128, layers=2)
@@ -62,9 +61,9 @@ def paced(folder: Path, step_ms: int) -> Iterator[PacedPlatform]:
     from deploy.demo.random_weights import write_random
 
     folder.mkdir()
-    paths = f"{Path(__file__).with_name('pace')}{os.pathsep}{ROOT}"
     settings = {"STACCATO_THREADS": "1", "STACCATO_DEVICE_MEMORY": "1GiB", "STACCATO_CONNECTIONS_PER_ADDRESS": "4096"}
-    hook = ("env", f"PYTHONPATH={paths}", f"STEP_MS={step_ms}", f"REQUESTS_MOST={REQUESTS_MOST}")
+    path = with_hook(Path(__file__).with_name("pace"))
+    hook = ("env", f"PYTHONPATH={path}", f"STEP_MS={step_ms}", f"REQUESTS_MOST={REQUESTS_MOST}")
     started = Platform(folder / "data", free_port(), settings, limited=hook)  # forked processes would not load the hook
     try:
         started.start()

@@ -77,7 +77,7 @@ def vllm_side(model: Path, folder: Path) -> Iterator[Embedder]:
     server = VllmServer(model, MODEL, folder, CONTEXT, KV_BYTES, *more)
     try:
         server.start()
-        yield Embedder(f"http://127.0.0.1:{server.port}", "none", server.api_server)
+        yield Embedder(f"http://127.0.0.1:{server.port}", "none", server.front)
     finally:
         server.stop()
 

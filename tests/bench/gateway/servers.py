@@ -39,51 +39,38 @@ def vllm_command(*arguments: str) -> list[str]:
     return [str(Path(sys.executable).with_name("vllm")), *arguments]
 
 
-class VllmServer:
-    """`vllm serve` with one API server process and its engine core beside it."""
+class ComparedServer:
+    """An HTTP server, as a child process."""
 
-    def __init__(self, model: Path, name: str, folder: Path, max_model_len: int, kv_bytes: int, *more: str) -> None:
-        """`more` are further arguments of `vllm serve`."""
-        self.port, self.log = free_port(), folder / "vllm.log"
-        self._environment = vllm_environment(folder / "dist")
-        self._command = vllm_command(
-            *("serve", str(model), "--served-model-name", name, "--host", "127.0.0.1", "--port", str(self.port)),
-            *("--dtype", "float32", "--load-format", "safetensors", "--enforce-eager", "--no-async-scheduling"),
-            *("--max-model-len", str(max_model_len), "--kv-cache-memory-bytes", str(kv_bytes), "--seed", "0"),
-            *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
-            *more,
-        )
+    name, health = "", ""  # for errors; path that answers with 200 once the server is ready
+
+    def __init__(self, port: int, log: Path, command: list[str], environment: dict[str, str]) -> None:
+        self.port, self.log, self._command, self._environment = port, log, command, environment
 
     def start(self, **environment: str) -> None:
+        """Start the server. Raises RuntimeError with the last lines of the log if the server does not become ready."""
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=log, env=self._environment | environment, start_new_session=True
             )
         deadline = time.monotonic() + START_S
-        while not self._healthy():
+        while not self._ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 tail = "\n".join(self.log.read_text().splitlines()[-20:])
                 self.stop()
-                raise RuntimeError(f"`vllm serve` is not ready after {START_S:g} s or ended; its last lines:\n{tail}")
+                raise RuntimeError(f"{self.name} is not ready after {START_S:g} s or ended; its last lines:\n{tail}")
             time.sleep(0.2)
 
-    def _healthy(self) -> bool:
-        with (
-            contextlib.suppress(OSError),
-            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2) as r,
-        ):
-            return bool(r.status == 200)
+    def _ready(self) -> bool:
+        address = f"http://127.0.0.1:{self.port}{self.health}"
+        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=2) as answer:
+            return bool(answer.status == 200)
         return False
 
     @property
-    def api_server(self) -> psutil.Process:
+    def front(self) -> psutil.Process:
+        """The process that faces the clients."""
         return psutil.Process(self._process.pid)
-
-    @property
-    def core(self) -> list[psutil.Process]:
-        """The engine core and the helper processes of multiprocessing."""
-        children: list[psutil.Process] = self.api_server.children(recursive=True)
-        return children
 
     def stop(self) -> None:
         if self._process.poll() is None:
@@ -95,56 +82,46 @@ class VllmServer:
         self._process.wait()
 
 
-class LiteLLMProxy:
+class VllmServer(ComparedServer):
+    """`vllm serve` with one API server process and its engine core beside it."""
+
+    name, health = "`vllm serve`", "/health"
+
+    def __init__(self, model: Path, name: str, folder: Path, max_model_len: int, kv_bytes: int, *more: str) -> None:
+        """`more` are further arguments of `vllm serve`."""
+        port = free_port()
+        command = vllm_command(
+            *("serve", str(model), "--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)),
+            *("--dtype", "float32", "--load-format", "safetensors", "--enforce-eager", "--no-async-scheduling"),
+            *("--max-model-len", str(max_model_len), "--kv-cache-memory-bytes", str(kv_bytes), "--seed", "0"),
+            *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
+            *more,
+        )
+        super().__init__(port, folder / "vllm.log", command, vllm_environment(folder / "dist"))
+
+    @property
+    def core(self) -> list[psutil.Process]:
+        """The engine core and the helper processes of multiprocessing."""
+        children: list[psutil.Process] = self.front.children(recursive=True)
+        return children
+
+
+class LiteLLMProxy(ComparedServer):
     """LiteLLM's proxy in front of an OpenAI server, with a single worker process, no database and no checks of keys."""
+
+    name, health = "LiteLLM's proxy", "/health/liveliness"
 
     def __init__(self, name: str, server: int, folder: Path) -> None:
         """`name`: the model. `server`: port of the server with the model."""
-        self.port, self.log = free_port(), folder / "litellm.log"
-        config = folder / "litellm.json"  # JSON is YAML
+        port, config = free_port(), folder / "litellm.json"
         served = {"model": f"hosted_vllm/{name}", "api_base": f"http://127.0.0.1:{server}/v1", "api_key": "none"}
         settings = {"telemetry": False}
-        config.write_text(
+        config.write_text(  # in JSON, which is YAML
             json.dumps({"model_list": [{"model_name": name, "litellm_params": served}], "litellm_settings": settings})
         )
-        self._command = [
+        command = [
             str(environment("litellm", LITELLM) / "litellm"),
-            *("--config", str(config), "--host", "127.0.0.1", "--port", str(self.port), "--num_workers", "1"),
+            *("--config", str(config), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"),
         ]
-
-    def start(self) -> None:
-        """Start the proxy. Raises RuntimeError with the last lines of the log if the proxy does not become ready."""
         told = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "NO_DOCS": "True"}
-        with self.log.open("w") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, env=os.environ | told, start_new_session=True
-            )
-        deadline = time.monotonic() + START_S
-        while not self._ready():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                tail = "\n".join(self.log.read_text().splitlines()[-20:])
-                self.stop()
-                raise RuntimeError(
-                    f"LiteLLM's proxy is not ready after {START_S:g} s or ended; its last lines:\n{tail}"
-                )
-            time.sleep(0.2)
-
-    def _ready(self) -> bool:
-        address = f"http://127.0.0.1:{self.port}/health/liveliness"
-        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=2) as answer:
-            return bool(answer.status == 200)
-        return False
-
-    @property
-    def proxy(self) -> psutil.Process:
-        """The process that faces the clients."""
-        return psutil.Process(self._process.pid)
-
-    def stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(10)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        super().__init__(port, folder / "litellm.log", command, os.environ | told)

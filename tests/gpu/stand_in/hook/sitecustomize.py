@@ -10,12 +10,12 @@ import ctypes
 import json
 import os
 import signal
-import sys
 from functools import cache, partial
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
+
+from tests.loaded import change_after_loading
 
 BUILDER = "runtime.engine.builder"
 PAGE_BYTES = 2 << 20  # as on a host; a GPU's pages of 32 MiB hold several of the tests' models
@@ -31,25 +31,6 @@ CALLS = (
     "late_copies",
 )  # as counted there
 RANGES_MOST = 4096
-
-
-class AfterBuilder:
-    """Finds the module of the builder, and changes the module once the module is loaded."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != BUILDER:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        assert spec is not None and spec.loader is not None
-        load = spec.loader.exec_module
-
-        def load_and_change(module: ModuleType) -> None:
-            load(module)
-            change(module)
-
-        spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
-        return spec
 
 
 def change(builder: Any) -> None:
@@ -122,4 +103,4 @@ def tensor_at(array: dict[str, Any]) -> Any:
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
 
 
-sys.meta_path.insert(0, AfterBuilder)  # type: ignore[arg-type]
+change_after_loading({BUILDER: change})
