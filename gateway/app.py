@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import sys
@@ -45,6 +44,7 @@ from store.bus import Bus, BusError
 from store.contract import grants
 from store.db.database import Database, DatabaseError
 from store.files.records import recorder
+from store.garbage import rarely_collected
 from store.settings import SettingsError
 from store.tasks import ended
 from store.telemetry import observe, signs
@@ -142,9 +142,7 @@ def _record_of(settings: Settings, gateway_id: str) -> Callable[[bytes], None] |
 
 
 async def serve(settings: Settings, traces: Traces | None) -> None:
-    async with assembled(settings, traces) as app:
-        gc.collect()
-        gc.freeze()  # vLLM's modules are hundreds of thousands of objects: no later collection needs to walk them
+    async with assembled(settings, traces) as app, rarely_collected():
         server = uvicorn.Server(
             uvicorn.Config(
                 app,

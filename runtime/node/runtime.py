@@ -48,6 +48,7 @@ from store.contract import grants, wire
 from store.contract.reports import Report, report_subject
 from store.contract.resumption import resume_subject
 from store.files.records import recorder
+from store.garbage import rarely_collected
 from store.leases import watch_leases
 from store.settings import read
 from store.tasks import ended
@@ -321,7 +322,7 @@ async def serve(
     user = grants.runtime(settings.runtime_id)
     identity = (user, settings.nats_credentials, settings.nats_ca, settings.nats_replicas, settings.join_with())
     connecting = Bus.connect(settings.nats_url, user.name, *identity)
-    async with with_fork_server(settings) as served, connecting as bus:
+    async with with_fork_server(settings) as served, connecting as bus, rarely_collected():
         await Node(bus, served, traces, device).run(stop)
 
 

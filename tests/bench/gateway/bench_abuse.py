@@ -41,9 +41,9 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
 from deploy.demo.random_weights import write_random  # noqa: E402
-from tests.bench.gateway import attacks  # noqa: E402
-from tests.bench.gateway.abusers import KINDS, WINDOW_S, Abusers, Job, Seen  # noqa: E402
-from tests.bench.gateway.abusers_grammar import RAISED  # noqa: E402
+from tests.bench.gateway.abuse import attacks  # noqa: E402
+from tests.bench.gateway.abuse.abusers import KINDS, WINDOW_S, Abusers, Job, Seen  # noqa: E402
+from tests.bench.gateway.abuse.grammar import RAISED  # noqa: E402
 from tests.bench.timing import load, spread  # noqa: E402
 from tests.conftest import free_port  # noqa: E402
 from tests.e2e.conftest import MODELS, Platform  # noqa: E402

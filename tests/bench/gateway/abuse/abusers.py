@@ -21,10 +21,10 @@ from pathlib import Path
 import psutil
 import uvloop
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parents[4]))
 
 from gateway.http.limits import raise_open_files
-from tests.bench.gateway import abusers_grammar
+from tests.bench.gateway.abuse import grammar
 
 JSON = "content-type: application/json"
 ABUSER = "127.0.0.2"  # the abuser's own address: limits hold for addresses too
@@ -151,7 +151,7 @@ KINDS: dict[str, Says] = {
         endless_template,
     )
 }
-KINDS |= {name: abusers_grammar.says(name, head) for name in abusers_grammar.NAMES}
+KINDS |= {name: grammar.says(name, head) for name in grammar.NAMES}
 
 
 # ── one window ────────────────────────────────────────────────────────────────────────────────────────────────────────
