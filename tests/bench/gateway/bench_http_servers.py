@@ -155,7 +155,8 @@ def left(server: Served) -> float | None:
         time.sleep(0.5)
     closed_at = time.time()
     while time.time() < closed_at + 5:
-        if (left_at := server.noted()["left_at"]) >= closed_at - 0.1:
+        left_at = float(server.noted()["left_at"])
+        if left_at >= closed_at - 0.1:
             return round(max(left_at - closed_at, 0.0), 3)
         time.sleep(0.05)
     return None

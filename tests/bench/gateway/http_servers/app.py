@@ -70,12 +70,12 @@ async def _live(receive: Receive, send: Send) -> None:
 
 
 async def _body(receive: Receive) -> bytes:
-    body = b""
+    body = bytearray()
     while True:
         message = await receive()
         body += message.get("body", b"")
         if not message.get("more_body", False):
-            return body
+            return bytes(body)
 
 
 async def _stream(tokens: int, receive: Receive, send: Send) -> None:

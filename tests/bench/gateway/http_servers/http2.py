@@ -45,7 +45,7 @@ class Http2Connection(asyncio.Protocol):
             path = [(":method", "POST"), (":path", "/v1/chat/completions"), (":scheme", "http"), (":authority", "x")]
             self._http.send_headers(stream, path)
             self._http.send_data(stream, body, end_stream=True)
-        transport.write(self._http.data_to_send())
+        self._transport.write(self._http.data_to_send())
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
