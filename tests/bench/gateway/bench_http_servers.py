@@ -58,11 +58,16 @@ class Served(ComparedServer):
             return True  # a server for HTTP/2 alone answers no other health check
         return False
 
+    def _processes(self) -> list[psutil.Process]:
+        return [self.front, *self.front.children(recursive=True)]
+
     def cpu_s(self) -> float:
         """CPU time of the server's processes."""
-        processes = [self.front, *self.front.children(recursive=True)]
-        times = [process.cpu_times() for process in processes]
+        times = [process.cpu_times() for process in self._processes()]
         return sum((each.user + each.system for each in times), 0.0)
+
+    def resident_bytes(self) -> int:
+        return sum(process.memory_info().rss for process in self._processes())
 
     def noted(self) -> Any:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/noted", timeout=5) as answer:
@@ -133,11 +138,11 @@ def unread(server: Served) -> dict[str, object]:
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(b"GET /flood HTTP/1.1\r\nhost: x\r\n\r\n")
         began_at = time.time()
-        before = psutil.Process(server.front.pid).memory_info().rss
+        before = server.resident_bytes()
         while (over_at := server.noted()["flood_over_at"]) < began_at and time.time() < began_at + UNREAD_S:
             time.sleep(0.1)
         taken = server.noted()["flooded_bytes"]
-        grown = server.front.memory_info().rss - before
+        grown = server.resident_bytes() - before
     return {
         "unread_kib_taken": round(taken / 1024),
         "grown_kib": round(grown / 1024),

@@ -25,6 +25,7 @@ EVENT = (
 USAGE = 'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":%d}}\n\ndata: [DONE]\n\n'
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 FLOOD = bytes(1 << 16)
+FLOOD_MOST = 1 << 30  # bytes
 
 noted: dict[str, float] = {"flooded_bytes": 0, "flood_over_at": 0.0, "left_at": 0.0}
 _ticks: dict[int, asyncio.Event] = {}  # by stream
@@ -56,7 +57,7 @@ async def app(scope: Message, receive: Receive, send: Send) -> None:
     elif scope["path"] == "/v1/chat/completions":
         await _stream(json.loads(await _body(receive))["max_tokens"], receive, send)
     elif scope["path"] == "/flood":
-        await _flood(send)
+        await _flood(receive, send)
     else:
         await _answer(send, json.dumps(noted).encode())
 
@@ -103,15 +104,19 @@ async def _left(receive: Receive) -> None:
     noted["left_at"] = time.time()
 
 
-async def _flood(send: Send) -> None:
-    """Note how many bytes the server takes for a client, until the server gives up the connection."""
+async def _flood(receive: Receive, send: Send) -> None:
+    """Note how many bytes the server takes for a client, until the server or the client ends the connection."""
     noted["flooded_bytes"] = 0
+    leaving = asyncio.create_task(_left(receive))
     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
     with suppress(Exception):
-        while noted["flooded_bytes"] < 1 << 30:
+        while noted["flooded_bytes"] < FLOOD_MOST:
             await send({"type": "http.response.body", "body": FLOOD, "more_body": True})
-            noted["flooded_bytes"] += len(FLOOD)
             await asyncio.sleep(0)
+            if leaving.done():
+                break
+            noted["flooded_bytes"] += len(FLOOD)
+    leaving.cancel()
     noted["flood_over_at"] = time.time()
 
 
