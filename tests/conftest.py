@@ -69,8 +69,8 @@ def free_ports(count: int) -> list[int]:
 
 
 async def soon(true: Callable[[], bool]) -> None:
-    """Return when `true()` is true; fail after 60 s."""
-    async with asyncio.timeout(60):
+    """Return when `true()` is true; fail after 180 s."""
+    async with asyncio.timeout(180):
         while not true():
             await asyncio.sleep(0.01)
 

@@ -75,9 +75,9 @@ class Fleet:
         self.models.append(name)
 
     async def ready(self, runtimes: int = RUNTIMES) -> None:
-        """Return when `runtimes` runtimes know every model; fail after 120 s."""
+        """Return when `runtimes` runtimes know every model; fail after 300 s."""
 
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while sum(len(gpu["models"]) == len(self.models) for gpu in await self.gpus()) < runtimes:
             assert time.monotonic() < deadline, "the runtimes did not come back"
             await asyncio.sleep(0.3)

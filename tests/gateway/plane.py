@@ -146,7 +146,7 @@ def made(answer: httpx.Response, status: int = 201) -> Any:
 
 
 async def until(found: Callable[[], Awaitable[Any]]) -> Any:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not (seen := await found()):
         assert time.monotonic() < deadline, "it did not come"
         await asyncio.sleep(0.01)

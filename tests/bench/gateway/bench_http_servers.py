@@ -50,7 +50,7 @@ class Served(ComparedServer):
 
     def __init__(self, name: str, port: int, folder: Path, command: list[str], libraries: Path) -> None:
         path = os.pathsep.join([str(libraries), str(ROOT)])
-        super().__init__(port, folder / f"{name}.log", command, os.environ | {"PYTHONPATH": path})
+        super().__init__(port, folder / f"{port}.log", command, os.environ | {"PYTHONPATH": path})
         self.name = name
 
     def _ready(self) -> bool:

@@ -36,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
         for name in NAMES:
             platform.model(name, MODELS / name)
             assert platform.deploy("acme", name)["status"]["phase"] in ("awake", "asleep")
-        platform.until(lambda: all(len(gpu["models"]) == len(NAMES) for gpu in gpus(platform)), 120)
+        platform.until(lambda: all(len(gpu["models"]) == len(NAMES) for gpu in gpus(platform)), 300)
         yield platform
     finally:
         code = platform.stop()

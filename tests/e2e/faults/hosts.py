@@ -24,7 +24,7 @@ from tests.e2e.fleet import EACH, TOKENS, Fleet
 
 # Both ends of the cable: addresses for this process alone, as several processes run tests at once.
 HERE, THERE = (f"10.213.{os.getpid() >> 6 & 255}.{(os.getpid() & 63) * 4 + end}" for end in (1, 2))
-BACK_S = 90.0
+BACK_S = 300.0
 
 
 def ip(*words: str) -> None:

@@ -88,7 +88,7 @@ async def far(tmp_path: Path) -> AsyncIterator[Far]:
             ):
                 await seen(fleet, "r1", "r2")
                 await fleet.ready(2)
-                async with asyncio.timeout(120), httpx.AsyncClient() as client:
+                async with asyncio.timeout(300), httpx.AsyncClient() as client:
                     while True:
                         with contextlib.suppress(httpx.HTTPError):
                             if (await client.get(f"{url}/readyz")).status_code == 200:
