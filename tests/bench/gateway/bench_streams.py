@@ -42,7 +42,7 @@ REQUESTS_MOST = 1024  # of a step
 TOKENS = 128  # of each of the many answers
 OTHERS_AFTER_S = 5.0  # the second tenant asks when the many streams flow
 PAIRS, PACED_ROUNDS = 3, 5
-FLOWING_AFTER_S, FLOWING_S = 1.5, 3.0  # all 200 streams flow from here on, and for so long
+FLOWING_AFTER_S, FLOWING_S = 1.5, 3.0  # begin and length of a window in which 200 streams flow
 MEMORY_PERIOD_S = 0.25
 
 
@@ -87,8 +87,7 @@ def texts_before(client: Client, side: PacedPlatform, tokens: int, salt: int) ->
 
 
 def measure_paced(client: Client, side: PacedPlatform) -> dict[str, object]:
-    """CPU time of the gateway for each token of 200 streams: with the beginning and the end of the requests, and while
-    all streams flow."""
+    """Measure the gateway's CPU time for each token of 200 streams, over whole requests and in the window."""
     streams, tokens = 200, 256
     expected = texts_before(client, side, tokens, 0)
     costs, flowing, gaps, rates = list[float](), list[float](), list[float](), list[float]()
