@@ -17,7 +17,7 @@ from store.tasks import ended
 YOUNG_MOST = 700  # objects, as by Python's default
 MIDDLE_EVERY = 10  # collections of young objects, as by default
 FULL_EVERY = 1000  # collections of the middle generation; 10 by default
-GROWN_BYTES = 128 << 20  # growth of resident memory that a full collection may end
+GROWN_BYTES = 128 << 20  # growth of private memory that a full collection may end
 PERIOD_S = 2.0
 
 
@@ -39,18 +39,20 @@ async def rarely_collected() -> AsyncIterator[None]:
 
 
 async def _collect_after_growth() -> None:
-    settled = resident_bytes()
+    settled = private_bytes()
     while True:
         await asyncio.sleep(PERIOD_S)
-        now = resident_bytes()
+        now = private_bytes()
         if now > settled + GROWN_BYTES:
             gc.collect()
-            settled = resident_bytes()
+            settled = private_bytes()
         else:
             settled = min(settled, now)
 
 
-def resident_bytes() -> int:
-    """The resident memory of this process."""
+def private_bytes() -> int:
+    """The resident memory of this process, without files and memory shared with other processes: a node maps the host
+    cache."""
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+        _, resident, shared, *_ = map(int, file.read().split())
+    return (resident - shared) * resource.getpagesize()

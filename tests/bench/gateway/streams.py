@@ -9,7 +9,6 @@ import asyncio
 import json
 import re
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -18,6 +17,10 @@ from typing import cast
 
 import msgspec
 import uvloop
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from tests.bench.gateway.child import ChildProgram
 
 EVENT, LAST = b"data: {", b"0\r\n\r\n"
 CONTENT = re.compile(rb'"content": ?("(?:[^"\\]|\\.)*")')
@@ -172,27 +175,14 @@ def percentiles_ms(seconds: list[float]) -> Percentiles:
     return Percentiles(cuts[49] * 1e3, cuts[98] * 1e3)
 
 
-class Client:
+class Client(ChildProgram):
     """The client process, as held by the bench."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        super().__init__(__file__)
 
     def run(self, job: Job) -> Load:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the client process ended: its error is above")
-        return msgspec.json.decode(line, type=Load)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        return msgspec.json.decode(self.ask(job), type=Load)
 
 
 def main() -> None:

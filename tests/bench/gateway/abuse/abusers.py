@@ -10,21 +10,20 @@ import json
 import os
 import select
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[4]))
 
 from gateway.http.limits import raise_open_files
 from tests.bench.gateway.abuse import grammar
+from tests.bench.gateway.child import LAST, ChildProgram
 
 JSON = "content-type: application/json"
 ABUSER = "127.0.0.2"  # the abuser's own address: limits hold for addresses too
@@ -211,32 +210,15 @@ async def one(port: int, says: AsyncIterator[bytes], reads: bool, seen: Seen) ->
     writer.transport.abort()
 
 
-class Abusers:
+class Abusers(ChildProgram):
     """The abusers' process, as held by the bench."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            ["nice", "-n", "19", sys.executable, str(Path(__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.process = psutil.Process(self._process.pid)
+        super().__init__(__file__, *LAST)
 
     def run(self, job: Job) -> Seen:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the abusers' process ended: its error is above")
-        said = json.loads(line)
+        said = json.loads(self.ask(job))
         return Seen(Counter(said["ends"]), said["lived_s"])
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
 
 
 def main() -> None:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import http.client
 import json
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[4]))
 
 from gateway.core.extent import ExtentLimits
+from tests.bench.gateway.child import LAST, ChildProgram
 
 MODEL = "target"  # the attacker's deployment; the neighbour streams from a different model
 ATTACKER = "127.0.0.2"  # its address
@@ -122,26 +122,14 @@ def sent(job: Job) -> Counter[str]:
     return statuses
 
 
-class Attacker:
+class Attacker(ChildProgram):
     """The sending process, from the outside."""
 
     def __init__(self) -> None:
-        command = ["nice", "-n", "19", sys.executable, str(Path(__file__))]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        super().__init__(__file__, *LAST)
 
     def run(self, job: Job) -> Counter[str]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the attacker's process ended: its error is above")
-        return Counter(json.loads(line))
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        return Counter(json.loads(self.ask(job)))
 
 
 def main() -> None:
