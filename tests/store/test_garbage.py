@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Iterator
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import pytest
 
@@ -23,10 +24,13 @@ def thawed() -> Iterator[None]:
 
 
 class Payload:
-    """A cycle of objects, with some memory."""
+    """A cycle of objects, with memory of the kernel's: an allocator may give memory that a test before has freed, and
+    then the process does not grow."""
 
     def __init__(self, size: int) -> None:
-        self.data, self.own = b"x" * size, self
+        self.data = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        self.data.write(b"x" * size)
+        self.own = self
 
 
 def old_garbage(payloads: int, size: int) -> list[weakref.ref[Payload]]:
