@@ -1,17 +1,22 @@
-"""Does one machine serve a thousand models, far more than its memory holds?
+"""Does one machine serve a thousand models, far more than its memory holds, and does the simulator say how fast?
 
 `staccato up` with a host cache of 2 GiB and a device of 256 MiB gets `--models` models of nine architectures with
-random weights, some 20 MiB each. Every model is deployed: the bench orders the next deployment once a few are left to
+random weights, some 25 MiB each. Every model is deployed: the bench orders the next deployment once a few are left to
 be built. Meanwhile the list of deployments is asked again and again. Then each model gets a question, in a random
-order, and the same question again, in a different order: the answers must agree, and the time to the first token is
-held against the objective of the deployment.
+order, `--asked` at a time. Last, `--again` questions come at random times, `--gap` seconds apart in the mean, each to a
+random model. The answers must agree, and the time to the first token is held against the objective of the deployment.
+
+The questions at random times go to a simulated device as well, with costs measured in the same run (bench_tiers.py).
+The simulated host cache begins empty, the measured one with the images asked for last, less than a tenth of all.
 
 The answer has the seconds of the deployments, the tiers in which the models were then, the times to the first token;
 how long the API answered, in the median, the 99th percentile and at most; the shared and the private memory of all
-processes; and the time of `staccato ps`. Bounds: no model fails, every answer agrees, memory stays below the host cache
-and 2 GiB more, and the API's 99th percentile below 200 ms.
+processes; the time of `staccato ps`; and the median time to the first token and the images per minute that came from
+disk, measured and simulated. Bounds: no model fails, every answer agrees, no first token comes later than the
+objective, memory stays below the host cache and 2 GiB more, the API's 99th percentile below 200 ms; and simulated
+figures within a factor of 1.5.
 
-`python tests/bench/runtime/bench_thousand.py [--models 1000] [--asked 4]`
+`python tests/bench/runtime/bench_thousand.py [--models 1000] [--asked 2] [--again 350] [--gap 1.2]`
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -35,17 +40,30 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
 from deploy.demo.random_weights import ARCHITECTURES, write_random  # noqa: E402
+from runtime.core.device.events import Built, Placed  # noqa: E402
+from runtime.device import journal  # noqa: E402
+from tests.bench.runtime.bench_tiers import (  # noqa: E402
+    Arrival,
+    Measured,
+    Tiers,
+    compared,
+    disk_bytes_per_s,
+    journal_events,
+    simulated,
+)
 from tests.bench.timing import load, spread  # noqa: E402
 from tests.conftest import free_port  # noqa: E402
 from tests.e2e.conftest import Platform  # noqa: E402
 from tests.runtime.hybrids import write_hybrid  # noqa: E402
 
 GIB = 1 << 30
-HYBRIDS = ("gemma3_text", "nemotron_h")
-SHAPE: dict[str, Any] = dict(hidden=448, layers=2)
+HYBRIDS: dict[str, dict[str, Any]] = {"gemma3_text": {"intermediate_size": 1024}, "nemotron_h": {}}
+SHAPE: dict[str, Any] = dict(hidden=512, layers=2)
 SETTINGS = {"STACCATO_HOST_CACHE": "2GiB", "STACCATO_DEVICE_MEMORY": "256MiB", "STACCATO_DISK_CACHE": "24GiB"}
 QUEUED = 20  # deployments ordered and not built yet
-QUESTION = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 8, "temperature": 0}
+PROMPT = [5, 6, 7, 8, 9]
+QUESTION = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+OBJECTIVE_S = 10.0  # of a deployment without an objective of its own
 API_MS_MOST, MORE_BYTES_MOST = 200.0, 2 * GIB
 
 
@@ -55,7 +73,10 @@ def write_models(folder: Path, count: int) -> dict[str, Path]:
     for number in range(count):
         name, kind = f"m{number}", kinds[number % len(kinds)]
         path = folder / name
-        write_hybrid(path, kind) if kind in HYBRIDS else write_random(path, kind, seed=number, **SHAPE)
+        if kind in HYBRIDS:
+            write_hybrid(path, kind, seed=number, **HYBRIDS[kind])
+        else:
+            write_random(path, kind, seed=number, **SHAPE)
         models[name] = path
     return models
 
@@ -125,38 +146,106 @@ def settle(api: Api, open_names: set[str]) -> None:
             open_names.discard(name)
 
 
-async def ask(platform: Platform, names: list[str], at_once: int) -> dict[str, tuple[float, str]]:
-    """Ask every model. Returns the seconds to the first token and the text by name."""
-    gate, answers = asyncio.Semaphore(at_once), dict[str, tuple[float, str]]()
-    headers = {"authorization": f"Bearer {platform.keys['acme']}"}
-
-    async def one(client: httpx.AsyncClient, name: str) -> None:
-        body = QUESTION | {"model": name, "stream": True}
-        async with gate:
-            began, first_s, text = time.perf_counter(), 0.0, ""
-            async with client.stream("POST", f"{platform.url}/v1/completions", json=body, headers=headers) as answer:
-                assert answer.status_code == 200, (name, await answer.aread())
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: {"):
-                        first_s = first_s or time.perf_counter() - began
-                        text += json.loads(line[6:])["choices"][0]["text"]
-            answers[name] = first_s, text
-
-    async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=at_once)) as client:
-        await asyncio.gather(*(one(client, name) for name in names))
-    return answers
+class Answer(NamedTuple):
+    model: str
+    first_s: float  # time to the first token
+    text: str
 
 
-def ttfts(answers: dict[str, tuple[float, str]]) -> list[float]:
+class Asker:
+    """Asks models of a platform the question."""
+
+    def __init__(self, platform: Platform) -> None:
+        self._url = f"{platform.url}/v1/completions"
+        self._headers = {"authorization": f"Bearer {platform.keys['acme']}"}
+        self._client = httpx.AsyncClient(timeout=120)
+
+    async def ask(self, model: str) -> Answer:
+        began, first_s, text = time.perf_counter(), 0.0, ""
+        body = QUESTION | {"model": model, "stream": True}
+        async with self._client.stream("POST", self._url, json=body, headers=self._headers) as answer:
+            assert answer.status_code == 200, (model, await answer.aread())
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    first_s = first_s or time.perf_counter() - began
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        return Answer(model, first_s, text)
+
+    async def each(self, models: list[str], at_once: int) -> list[Answer]:
+        """Ask every model, `at_once` at a time."""
+        gate = asyncio.Semaphore(at_once)
+
+        async def one(model: str) -> Answer:
+            async with gate:
+                return await self.ask(model)
+
+        async with self._client:
+            return await asyncio.gather(*map(one, models))
+
+    async def at_times(self, arrivals: list[Arrival]) -> list[Answer]:
+        """Ask models at the times of the arrivals, whether earlier questions are answered or not."""
+        began = time.perf_counter()
+
+        async def one(arrival: Arrival) -> Answer:
+            await asyncio.sleep(max(0.0, arrival.at_s - (time.perf_counter() - began)))
+            return await self.ask(f"m{arrival.model}")
+
+        async with self._client:
+            return await asyncio.gather(*map(one, arrivals))
+
+
+def arrivals(count: int, models: int, gap_s: float) -> list[Arrival]:
+    """Requests at random times for random models."""
+    rng, at_s, found = random.Random(2), 0.0, []
+    for _ in range(count):
+        at_s += rng.expovariate(1 / gap_s)
+        found.append(Arrival(at_s, rng.randrange(models)))
+    return found
+
+
+def ttfts(answers: list[Answer]) -> list[float]:
     """Smallest, median, 99th percentile and largest time to the first token, in milliseconds."""
-    ordered = sorted(first_s * 1e3 for first_s, _ in answers.values())
+    ordered = sorted(answer.first_s * 1e3 for answer in answers)
     return [round(ordered[int((len(ordered) - 1) * part)]) for part in (0, 0.5, 0.99, 1)]
 
 
-def measure(folder: Path, count: int, at_once: int) -> dict[str, object]:
+def beside_simulated(
+    kept: Path, images: Path, asked: list[Arrival], again: list[Answer], since: float, until: float
+) -> dict[str, Any]:
+    """Compare the questions at random times with a simulated device. `kept`: journal of the device; `since`, `until`:
+    when the questions began and when all were answered, on the machine's monotonic clock."""
+    with kept.open("rb") as file:
+        began = next(journal.read(file))
+    assert isinstance(began, journal.BeginRecord)
+    events = journal_events(kept)
+    numbers, pages = dict[str, int](), dict[int, int]()
+    for _, event in events:
+        if isinstance(event, Placed):
+            numbers[event.spec.key] = int(Path(event.spec.path).name.removeprefix("m"))
+        elif isinstance(event, Built):
+            pages[numbers[event.model]] = event.weights_pages
+    heard = [(at, event) for at, event in events if since <= at <= until]
+    measured = Measured([answer.first_s for answer in again], until - since, heard)
+    host_bytes = int(SETTINGS["STACCATO_HOST_CACHE"].removesuffix("GiB")) * GIB
+    tiers = Tiers(began.pages_total * began.page_bytes, began.page_bytes, host_bytes, disk_bytes_per_s(images))
+    weights = [pages[number] * began.page_bytes for number in range(len(pages))]
+    return compared(measured, simulated(measured, asked, len(PROMPT), weights, tiers))
+
+
+def ps_s(platform: Platform) -> float:
+    """Seconds of `staccato ps`."""
+    command = [str(Path(sys.executable).with_name("staccato")), "ps"]
+    began = time.perf_counter()
+    subprocess.run([*command, "--url", platform.url, "--key", platform.admin_key], check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
+def measure(folder: Path, count: int, at_once: int, again_count: int, gap_s: float) -> dict[str, object]:
     models = write_models(folder / "models", count)
     weights = sum(file.stat().st_size for path in models.values() for file in path.glob("*.safetensors"))
-    platform = Platform(folder / "data", free_port(), SETTINGS)
+    journals = folder / "journals"
+    journals.mkdir()
+    platform = Platform(folder / "data", free_port(), SETTINGS | {"STACCATO_JOURNAL": str(journals)})
     platform.start()
     try:
         platform.tenant("acme")
@@ -165,47 +254,44 @@ def measure(folder: Path, count: int, at_once: int) -> dict[str, object]:
         tiers = Counter(status["residency"] for status in api.deployments().values())
         names = [*models]
         random.Random(1).shuffle(names)
-        first = asyncio.run(ask(platform, names, at_once))
+        first = asyncio.run(Asker(platform).each(names, at_once))
         memory = [memory_bytes(platform)]
-        random.Random(2).shuffle(names)
-        second = asyncio.run(ask(platform, names, at_once))
+        asked, since = arrivals(again_count, count, gap_s), time.monotonic()
+        again = asyncio.run(Asker(platform).at_times(asked))
+        until = time.monotonic()
         memory.append(memory_bytes(platform))
         for _ in range(20):
             api.deployments()
-        began = time.perf_counter()
-        command = [
-            str(Path(sys.executable).with_name("staccato")),
-            "ps",
-            "--url",
-            platform.url,
-            "--key",
-            platform.admin_key,
-        ]
-        subprocess.run(command, check=True, capture_output=True)
-        ps_s = time.perf_counter() - began
+        ps_took_s = ps_s(platform)
         failed = [name for name, status in api.deployments().items() if status["phase"] == "failed"]
     finally:
         platform.stop()
-    objective_ms = 10_000  # of a deployment without an objective of its own
-    differ = [name for name in models if first[name][1] != second[name][1]]
+    (kept,) = (path for path in journals.glob("*.journal") if "-" not in path.stem)
+    texts = {answer.model: answer.text for answer in first}
+    differ = [answer.model for answer in again if answer.text != texts[answer.model]]
+    late = sum(answer.first_s > OBJECTIVE_S for answer in (*first, *again))
     most = max(shared + private for shared, private in memory)
+    bounds = (most <= 2 * GIB + MORE_BYTES_MOST, api.times_ms()[1] <= API_MS_MOST)
     return {
         "models": count,
         "weights_gib": round(weights / GIB, 2),
         "deployed_s": round(deployed_s, 1),
         "tiers": dict(tiers),
-        "ttft_ms": [ttfts(first), ttfts(second)],
-        "late": sum(first_s * 1e3 > objective_ms for answers in (first, second) for first_s, _ in answers.values()),
+        "ttft_ms": [ttfts(first), ttfts(again)],
+        "late": late,
         "asked_at_once": at_once,
+        "asked_again": again_count,
+        "gap_s": gap_s,
         "differ": differ[:10],
-        "different_texts": len({text for _, text in first.values()}),
+        "different_texts": len({*texts.values()}),
         "failed": failed[:10],
         "api_ms": api.times_ms(),
         "api_calls": len(api.took_ms),
-        "ps_s": round(ps_s, 2),
+        "ps_s": round(ps_took_s, 2),
         "memory_gib": spread((sum(pair) / GIB for pair in memory), 2),
         "shared_gib": spread((shared / GIB for shared, _ in memory), 2),
-        "kept": not differ and not failed and most <= 2 * GIB + MORE_BYTES_MOST and api.times_ms()[1] <= API_MS_MOST,
+        "kept": not (differ or failed or late) and all(bounds),
+        "tiers_simulated": beside_simulated(kept, platform.data / "images", asked, again, since, until),
         "load": load(),
     }
 
@@ -213,7 +299,10 @@ def measure(folder: Path, count: int, at_once: int) -> dict[str, object]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", type=int, default=1000)
-    parser.add_argument("--asked", type=int, default=4, help="requests under way at a time")
-    asked = parser.parse_args()
+    parser.add_argument("--asked", type=int, default=2, help="requests under way at a time when each model is asked")
+    parser.add_argument("--again", type=int, default=350, help="questions at random times")
+    parser.add_argument("--gap", type=float, default=1.2, help="seconds between two of these, in the mean")
+    chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
-        print(json.dumps(measure(Path(made), asked.models, asked.asked)), flush=True)
+        result = measure(Path(made), chosen.models, chosen.asked, chosen.again, chosen.gap)
+        print(json.dumps(result), flush=True)

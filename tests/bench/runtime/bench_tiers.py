@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +69,19 @@ class Measured(NamedTuple):
     ttft_s: list[float]
     took_s: float
     events: list[tuple[float, Event]]
+
+    @property
+    def disk_loads(self) -> int:
+        return sum(isinstance(event, Built) and event.source is WeightSource.DISK for _, event in self.events)
+
+
+class Tiers(NamedTuple):
+    """Bytes of the device's pool, of a page and of the host cache, and the rate in bytes a second of the disk."""
+
+    pool_bytes: int
+    page_bytes: int
+    host_bytes: int
+    disk_bytes_per_s: float
 
 
 def arrivals(count: int, models: int, gap_s: float) -> list[Arrival]:
@@ -118,10 +132,15 @@ async def run(folder: Path, models: dict[str, Path], asked: list[Arrival]) -> Me
     ttft_s = await asyncio.gather(*map(one, asked))
     took_s = time.perf_counter() - began
     await device.stop()
-    with kept.open("rb") as file:
-        heard = [record for record in journal.read(file) if isinstance(record, journal.EventRecord)]
-    events = [(record.now, journal.event_of(record)) for record in heard if record.now >= wall]
+    events = [(at, event) for at, event in journal_events(kept) if at >= wall]
     return Measured(list(ttft_s), took_s, events)
+
+
+def journal_events(path: Path) -> list[tuple[float, Event]]:
+    """The events in a device's journal, and their times on the machine's monotonic clock."""
+    with path.open("rb") as file:
+        heard = [record for record in journal.read(file) if isinstance(record, journal.EventRecord)]
+    return [(record.now, journal.event_of(record)) for record in heard]
 
 
 def disk_bytes_per_s(images: Path) -> float:
@@ -144,54 +163,71 @@ def aligned(target: memoryview) -> memoryview:
     return target[-address % 4096 :]
 
 
-def simulated(measured: Measured, asked: list[Arrival], models: int, gap_s: float, rate: float) -> SimulationResult:
-    """Ask a simulated device with the measured costs."""
+def simulated(
+    measured: Measured, asked: list[Arrival], prompt_tokens: int, weight_bytes: Sequence[int], tiers: Tiers
+) -> SimulationResult:
+    """Ask a simulated device with the measured costs. `weight_bytes`: of each model."""
     events = [event for _, event in measured.events]
     built = [event.took_s for event in events if isinstance(event, Built) and event.source is WeightSource.DISK]
     prefill_s, step_s = steps_s(events)
-    weight_bytes = IMAGE_BYTES - 2 * MIB
-    costs = ModelCosts(
-        weight_bytes=weight_bytes,
-        kv_bytes_per_token=1024,
-        step_s=step_s,
-        step_s_per_request=0.0,
-        step_s_per_token=0.0,
-        prefill_s=prefill_s,
-        prefill_s_per_token=0.0,
-        prefill_s_per_token2=0.0,
-        load_s=fetch_s(events),
-        switch_s=0.0,
-        copy_s_per_byte=1e-9,
-    )
-    tiers = ImageTiers(
-        host_cache_bytes=IMAGE_BYTES * (models // 3),
-        disk_bytes_per_s=rate,
-        build_s=statistics.median(built),
-        close_s=close_s(measured.events),
-        by_history=True,
-    )
-    names = [f"m{number}" for number in range(models)]
+    load_s = fetch_s(events)
+    costs = {
+        f"m{number}": ModelCosts(
+            weight_bytes=size,
+            kv_bytes_per_token=1024,
+            step_s=step_s,
+            step_s_per_request=0.0,
+            step_s_per_token=0.0,
+            prefill_s=prefill_s,
+            prefill_s_per_token=0.0,
+            prefill_s_per_token2=0.0,
+            load_s=load_s,
+            switch_s=0.0,
+            copy_s_per_byte=1e-9,
+        )
+        for number, size in enumerate(weight_bytes)
+    }
     profile = Profile(
         name="bench",
         kind="measured",
         conditions={},
-        memory_bytes=IMAGE_BYTES * (models // 6 + 1),
-        page_bytes=PAGE_BYTES,
+        memory_bytes=tiers.pool_bytes,
+        page_bytes=tiers.page_bytes,
         batched_tokens=2048,
         host_bytes_per_s=1e10,
-        tiers=tiers,
-        models=dict.fromkeys(names, costs),
+        tiers=ImageTiers(
+            host_cache_bytes=tiers.host_bytes,
+            disk_bytes_per_s=tiers.disk_bytes_per_s,
+            build_s=statistics.median(built),
+            close_s=close_s(measured.events),
+            by_history=True,
+        ),
+        models=costs,
     )
+    mean_gap_s = asked[-1].at_s / len(asked)
     workload = Workload(
-        models=[ModelSize(name, weight_bytes, 1024, weight_bytes / 4) for name in names],
-        rates=[len(asked) / asked[-1].at_s / models] * models,
-        duration_s=asked[-1].at_s + gap_s,
+        models=[ModelSize(name, each.weight_bytes, 1024, each.weight_bytes / 4) for name, each in costs.items()],
+        rates=[1 / mean_gap_s / len(costs)] * len(costs),
+        duration_s=asked[-1].at_s + mean_gap_s,
         at_s=np.array([each.at_s for each in asked]),
         model=np.array([each.model for each in asked]),
-        prompt_tokens=np.full(len(asked), PROMPT),
+        prompt_tokens=np.full(len(asked), prompt_tokens),
         output_tokens=np.full(len(asked), TOKENS),
     )
     return simulate(workload, profile, "slack", 1, Objective(), warm_s=0, changes=Changes())
+
+
+def compared(measured: Measured, told: SimulationResult) -> dict[str, Any]:
+    """Median time to the first token and images a minute from disk: measured, simulated, and the ratios."""
+    assert isinstance(told.disk_loads_per_min, float)
+    p50_s, per_min = statistics.median(measured.ttft_s), 60 * measured.disk_loads / measured.took_s
+    ratios = {"ttft_p50": told.ttft_p50_s / p50_s, "disk_loads_per_min": told.disk_loads_per_min / per_min}
+    return {
+        "measured": {"ttft_p50_s": round(p50_s, 3), "disk_loads_per_min": round(per_min, 1)},
+        "simulated": {"ttft_p50_s": round(told.ttft_p50_s, 3), "disk_loads_per_min": round(told.disk_loads_per_min, 1)},
+        "simulated_by_measured": {name: round(ratio, 2) for name, ratio in ratios.items()},
+        "met": all(1 / FACTOR_MOST <= ratio <= FACTOR_MOST for ratio in ratios.values()),
+    }
 
 
 def steps_s(events: list[Event]) -> tuple[float, float]:
@@ -232,21 +268,15 @@ def measure(folder: Path, count: int, requests: int, gap_s: float) -> dict[str, 
     models = {f"m{at}": write_random(folder / f"m{at}", "llama", seed=at, **SHAPE) for at in range(count)}
     asked = arrivals(requests, count, gap_s)
     measured = asyncio.run(run(folder, models, asked))
-    loads = sum(isinstance(event, Built) and event.source is WeightSource.DISK for _, event in measured.events)
     rate = disk_bytes_per_s(folder / "disk")
-    told = simulated(measured, asked, count, gap_s, rate)
-    assert isinstance(told.disk_loads_per_min, float)
-    p50_s, per_min = statistics.median(measured.ttft_s), 60 * loads / measured.took_s
-    ratios = {"ttft_p50": told.ttft_p50_s / p50_s, "disk_loads_per_min": told.disk_loads_per_min / per_min}
+    tiers = Tiers(IMAGE_BYTES * (count // 6 + 1), PAGE_BYTES, IMAGE_BYTES * (count // 3), rate)
+    told = simulated(measured, asked, PROMPT, [IMAGE_BYTES - 2 * MIB] * count, tiers)
     return {
         "models": count,
         "requests": requests,
         "gap_s": gap_s,
-        "measured": {"ttft_p50_s": round(p50_s, 3), "disk_loads_per_min": round(per_min, 1)},
-        "simulated": {"ttft_p50_s": round(told.ttft_p50_s, 3), "disk_loads_per_min": round(told.disk_loads_per_min, 1)},
-        "simulated_by_measured": {name: round(ratio, 2) for name, ratio in ratios.items()},
+        **compared(measured, told),
         "disk_gb_s": round(rate / 1e9, 2),
-        "met": all(1 / FACTOR_MOST <= ratio <= FACTOR_MOST for ratio in ratios.values()),
         "load": load(),
     }
 
