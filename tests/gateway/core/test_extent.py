@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.extent import DENSE, BodyExtent, ExtentLimits, first_excess
+from gateway.core.extent import DENSE, LONG, BodyExtent, ExtentLimits, first_excess
 
 LIMITS = ExtentLimits(
     answers_max=4,
@@ -52,6 +52,14 @@ TOO_MUCH: dict[str, tuple[dict[str, object], str, int, int]] = {
     "stops": ({"stop_token_ids": [7, 8, 9]}, "stop_token_ids", 3, 2),
     "very many biases": ({"logit_bias": dict.fromkeys(range(DENSE + 2), 1)}, "logit_bias", DENSE + 2, 2),
     "very many messages": ({"messages": [0] * (DENSE + 1)}, "messages", 2 * DENSE + 3, 100),
+    "long messages": ({"messages": ["a" * LONG] * 4}, "messages", 4 * LONG + 13, 100),
+    "a long text": ({"prompt": "a" * LONG, "n": 5}, "prompt", LONG + 2, 100),
+    "a long text with pictures": (
+        {"messages": [{"content": "a" * LONG}, {"content": [PICTURE] * 3}]},
+        "messages",
+        3,
+        2,
+    ),
     "very many tools": ({"tools": [{}] * (DENSE + 1)}, "tools", 3 * DENSE + 4, 100),
     "very many odd messages and an image": ({"input": ["image"] + [0] * DENSE}, "input", 2 * DENSE + 9, 100),
     "many tools": ({"tools": [{}] * 4}, "tools", 4, 3),
