@@ -17,6 +17,7 @@ import msgspec
 
 from runtime.core.device.request import Objective
 from runtime.core.ledgers.costs import ImageTiers, Profile, load_profile
+from runtime.core.ledgers.overlap import CONTEXT, PROMPT, step_pairs
 from runtime.sim.capacity import CapacityRun, Measure, Point, Scenario, Search, Tuning, processes
 from runtime.sim.compiled import start_again
 from runtime.sim.dispatch.sight import AS_GATEWAYS_SEE, Sight
@@ -94,10 +95,14 @@ def _sim_options(parser: argparse.ArgumentParser) -> None:
     option("--capacity", type=_share, metavar="SHARE", help="search the most models per GPU with that attainment")
     option("--by", choices=MEASURES, default="min", help="what --capacity asks for: of tokens, or of first ones too")
     option("--seeds", type=_count, default=3, help="of a search, from --seed on [%(default)s]")
+    option("--overlap", action="store_true", help="what two models at once on --gpu could be worth at most, and no run")
     parser.set_defaults(command=_sim)
 
 
 def _sim(chosen: argparse.Namespace) -> None:
+    if chosen.overlap:
+        _tell(_overlap(chosen.gpu), chosen.json)
+        return
     objective = Objective(chosen.ttft, chosen.tbt)
     if chosen.picture_until and not chosen.picture:
         raise ValueError("--picture-until says where a picture ends: say --picture FILE.svg")
@@ -199,6 +204,14 @@ def _sim_once(chosen: argparse.Namespace, scenario: Scenario, tuning: Tuning) ->
     if chosen.dispatch:
         told["dispatch"] = chosen.dispatch
     _tell(_asked(chosen) | told, chosen.json)
+
+
+def _overlap(profile: Profile) -> dict[str, object]:
+    """What steps of two models at once could be worth. Raises ValueError for a profile without a law."""
+    if profile.law is None:
+        raise ValueError(f"profile {profile.name!r} has no law of costs: name one that has, as h100")
+    steps = [pair._asdict() for pair in step_pairs(profile.law)]
+    return {"gpu": profile.name, "profile": profile.kind, "context": CONTEXT, "prompt": PROMPT, "steps": steps}
 
 
 def _changes(chosen: argparse.Namespace) -> Changes:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -125,6 +126,23 @@ def test_a_profile_is_found_by_its_path_too(capsys: pytest.CaptureFixture[str]) 
     path = ROOT / "deploy" / "profiles" / "h200.json"
     by_path, by_name = (told(capsys, "sim", *QUICK, "--gpu", gpu) for gpu in (str(path), "h200"))
     assert by_path["min"] == by_name["min"] and by_path["gpu"] == by_name["gpu"]
+
+
+def test_two_models_at_once_are_worth_the_fixed_part_of_a_step_at_most(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = cast(list[dict[str, Any]], told(capsys, "sim", "--overlap", "--gpu", "h200")["steps"])
+    worth = {(step["step"], step["beside"]): step["worth_at_most"] for step in steps}
+    assert worth["1 of 0.6B", "1 of 0.6B"] == 2.0, "launches are most of the step"
+    assert 1 < worth["1 of 14B", "1 of 14B"] < worth["1 of 8B", "1 of 8B"] < 1.5, "the memory is most of the step"
+    assert worth["1 of 0.6B", "a prompt of 14B"] < 1.1, "the arithmetic is most of both"
+    assert all(step["at_once_ms"] <= step["in_turn_ms"] for step in steps)
+
+
+def test_what_two_models_at_once_are_worth_needs_a_law(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(json.loads((ROOT / "deploy/profiles/cpu.json").read_text()) | {"law": None}))
+    with pytest.raises(SystemExit):
+        main(["sim", "--overlap", "--gpu", str(path)])
+    assert "has no law of costs" in capsys.readouterr().err
 
 
 def test_plan_tells_how_many_gpus_are_needed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

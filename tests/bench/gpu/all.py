@@ -17,6 +17,7 @@ and to OUT_DIR. A failed part stops no further part, but makes the exit status 1
   hot           210 s   G a hot model beside vLLM as shipped and eager
   sleep          90 s   H vLLM's own sleep mode
   served         80 s   I the whole platform: `staccato up`, streams over HTTP
+  overlap       120 s   J, K two models at once: two streams, two processes (time guessed)
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ PARTS = {
     "hot": bench("hot", 420),
     "sleep": bench("sleep", 240),
     "served": bench("served", 240),
+    "overlap": bench("overlap", 300),
 }
 
 
