@@ -123,7 +123,11 @@ class PooledRunner(CPUModelRunner):
     def _update_states(self, scheduler_output: SchedulerOutput) -> Callable[[], None] | None:
         """Draw no random number in a step that computes a prompt's piece other than the last: the step makes no token.
 
-        vLLM draws a number and then sets the generator back, but generators of a CPU can't be set back."""
+        vLLM draws a number and then sets the generator back, but generators of a CPU can't be set back. And vLLM
+        forgets where the state of an ended request lies in a step that computes something alone: a later request of
+        equal id would begin with a block that the request may not have, or that has no page."""
+        for id in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
+            self.mamba_state_idx.pop(id, None)
         correct: Callable[[], None] | None = super()._update_states(scheduler_output)
         for id, tokens in scheduler_output.num_scheduled_tokens.items():
             state = self.requests[id]

@@ -23,7 +23,7 @@ from runtime.engine.vllm import VllmEngine
 from runtime.engine.worker import PooledWorker
 from tests.runtime.bare import Tokens, ask_bare_vllm
 from tests.runtime.engines import TwoRuntimes, asleep, awake, moved, parked_about, payload, scribble, spec, spoil
-from tests.runtime.hybrids import HYBRIDS, ROUNDED, dtype, settings, write_hybrid
+from tests.runtime.hybrids import HYBRIDS, ROUNDED, STATES, dtype, settings, write_hybrid
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM, torch and transformers
 POOL_BYTES, HOST_BYTES = 48 << 20, 512 << 20
@@ -134,6 +134,20 @@ def test_what_an_earlier_request_left_in_the_blocks_changes_no_answer(hybrids: H
     for number in range(len(PROMPTS)):
         spoil(engine)
         assert answers(engine, [number]) == [hybrids.said[name][number]]
+    asleep(engine)
+
+
+@marked(STATES)
+def test_a_request_with_the_id_of_a_longer_request_begins_with_a_state_of_its_own(hybrids: Hybrids, name: str) -> None:
+    engine = hybrids.of(name)
+    awake(engine, 8)
+    for number in (3, 0):
+        engine._scheduler.reset_prefix_cache()
+        said: dict[str, list[int]] = {"again": []}
+        engine.add(RequestId("again"), question(number))
+        parked_about(engine, said)
+        assert said["again"] == hybrids.said[name][number]
+        engine.step()  # tells vLLM's runner that the request has ended, and computes nothing
     asleep(engine)
 
 
