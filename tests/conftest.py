@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import os
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 
 # A property holds on a slow, busy machine as well: no example has a deadline. The profile builds on the current
@@ -46,6 +48,14 @@ def frozen_heap() -> None:
     if "vllm" in sys.modules:
         gc.collect()
         gc.freeze()
+
+
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Let Python tell where a process of tests crashes. A library of xgrammar takes the signals when imported, and
+    writes to the standard error that pytest captures: a worker of pytest-xdist then ends without a word."""
+    if "tvm_ffi" in sys.modules and (fd := item.config.stash.get(fault_handler_stderr_fd_key, None)) is not None:
+        faulthandler.disable()  # a handler that counts as enabled is not set again
+        faulthandler.enable(fd)
 
 
 def with_hook(folder: Path) -> str:

@@ -139,7 +139,11 @@ class Run:
             self.world.engines[name].abort([id])
 
     def fail_something(self) -> None:
-        self.world.build.device.inject(self.rng.choice(list(FaultPoint)), self.rng.randint(1, 8))
+        """Let some operation fail soon. A copy under way is spared: a copy that fails three times is given up."""
+        point = self.rng.choice(list(FaultPoint))
+        if point is FaultPoint.COPY and any(engine._scheduler.ticket for engine in self.world.engines.values()):
+            return
+        self.world.build.device.inject(point, self.rng.randint(1, 8))
 
     def step(self) -> None:
         busy = [name for name in self.inside if self.world.engines[name].busy()]
