@@ -14,7 +14,7 @@ from gateway.cli.terminal.output import note, print_json, print_row, print_rows
 tenant = typer.Typer(help="Tenants: who deploys, asks and pays.", no_args_is_help=True)
 key = typer.Typer(help="API keys of a tenant.", no_args_is_help=True)
 
-TENANT = {"NAME": "name", "ID": "id", "WEIGHT": "weight", "CREATED": "created_at"}
+TENANT = {"NAME": "name", "ID": "id", "WEIGHT": "weight", "PREFIXES": "keep_prefixes", "CREATED": "created_at"}
 KEY = {
     "ID": "id",
     "NAME": "name",
@@ -41,6 +41,13 @@ COUNTS = ("requests_per_minute", "tokens_per_minute", "concurrent_streams", "max
 
 Weight = Annotated[float | None, typer.Option(help="Under overload, tokens of more weight are given up later.")]
 Limit = Annotated[str | None, typer.Option(metavar="N|none")]
+Keeps = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-prefixes/--no-keep-prefixes",
+        help="Without: zero retention. Devices keep no computed prompt for later requests, whatever deployments say.",
+    ),
+]
 Money = Annotated[str | None, typer.Option(metavar="MONEY|none", help="As 25.50 or '25.50 EUR'; USD by default.")]
 
 TenantName = Annotated[str, typer.Argument(metavar="TENANT")]
@@ -51,6 +58,7 @@ KeyId = Annotated[str, typer.Argument(metavar="KEY_ID", help="As `staccato key l
 def create_tenant(
     name: str,
     weight: Weight = None,
+    keep_prefixes: Keeps = None,
     requests_per_minute: Limit = None,
     tokens_per_minute: Limit = None,
     concurrent_streams: Limit = None,
@@ -64,7 +72,7 @@ def create_tenant(
     """Create a tenant with the given limits and no further limits."""
     counts = (requests_per_minute, tokens_per_minute, concurrent_streams, max_output_tokens, storage_bytes)
     limits = _limits(counts, monthly_budget)
-    body: Row = {"name": name, "weight": weight, "limits": limits}
+    body: Row = {"name": name, "limits": limits, **_given(weight, keep_prefixes)}
     with connect(url, key) as gateway:
         print_row(gateway.post(route("tenants"), body), TENANT | LIMITS, json)
 
@@ -73,6 +81,7 @@ def create_tenant(
 def set_tenant(
     name: str,
     weight: Weight = None,
+    keep_prefixes: Keeps = None,
     requests_per_minute: Limit = None,
     tokens_per_minute: Limit = None,
     concurrent_streams: Limit = None,
@@ -86,9 +95,15 @@ def set_tenant(
     """Change what is given and nothing else; `none` takes a limit away."""
     counts = (requests_per_minute, tokens_per_minute, concurrent_streams, max_output_tokens, storage_bytes)
     limits = _limits(counts, monthly_budget)
-    body: Row = {"limits": limits} | ({} if weight is None else {"weight": weight})
+    body: Row = {"limits": limits, **_given(weight, keep_prefixes)}
     with connect(url, key) as gateway:
         print_row(gateway.patch(route("tenants", name), body), TENANT | LIMITS, json)
+
+
+def _given(weight: float | None, keep_prefixes: bool | None) -> Row:
+    """Return the settings that were given."""
+    settings = {"weight": weight, "keep_prefixes": keep_prefixes}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _limits(counts: tuple[str | None, ...], budget: str | None) -> dict[str, object]:

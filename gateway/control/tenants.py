@@ -30,6 +30,7 @@ class ShownTenant(Shown, frozen=True, kw_only=True):
     name: str
     weight: float
     limits: Limits
+    keep_prefixes: bool  # false: zero retention, whatever the tenant's deployments say
     managed_by: ManagedBy | None  # declared object that the tenant was made for; None: made by hand
     created_at: Time
 
@@ -92,7 +93,9 @@ async def create(call: Call) -> Response:
     body = await call.body(NewTenant)
 
     async def deed(connection: AsyncConnection) -> Answer:
-        tenant = await tenants.create(connection, body.name, now_us(), body.weight, body.limits, body.managed_by)
+        tenant = await tenants.create(
+            connection, body.name, now_us(), body.weight, body.limits, body.managed_by, body.keep_prefixes
+        )
         await call.record(connection, "tenant.created", tenant.id, tenant.id, new=show(tenant))
         return Answer(201, show(tenant))
 
@@ -115,13 +118,13 @@ async def get(call: Call) -> Response:
 
 @Operation(ShownTenant, patch=TenantSettings, operator=("tenants",))
 async def change(call: Call) -> Response:
-    """Change a tenant's weight and limits: a merge patch."""
+    """Change a tenant's weight, limits and retention: a merge patch."""
     patch = await call.body(dict[str, Any])
     async with call.database.write() as connection:
         was = await _find(call, connection, lock=True)
-        old = TenantSettings(weight=was.weight, limits=was.limits)
+        old = TenantSettings(weight=was.weight, limits=was.limits, keep_prefixes=was.keep_prefixes)
         settings = patched(to_builtins(old), patch, TenantSettings)
-        tenant = await tenants.change(connection, was, settings.weight, settings.limits)
+        tenant = await tenants.change(connection, was, settings.weight, settings.limits, settings.keep_prefixes)
         await call.record(connection, "tenant.changed", tenant.id, tenant.id, show(was), show(tenant))
     call.auth.forget()
     return answered(show(tenant))
@@ -154,6 +157,7 @@ def show(tenant: Tenant) -> ShownTenant:
         name=tenant.name,
         weight=tenant.weight,
         limits=tenant.limits,
+        keep_prefixes=tenant.keep_prefixes,
         managed_by=tenant.managed_by,
         created_at=time_text(tenant.created_us),
     )

@@ -49,6 +49,35 @@ class Excess:
         return f"{self.asked} {self.what}, the most that one request may have here is {self.allowed}"
 
 
+class TokenizeWatch:
+    """Looks at the body of a request that only tokenises, while the body comes: text beyond the bound is not kept.
+
+    Beside text, a body without a picture may have LONG bytes of other fields. A picture's mark is in front of the
+    picture's data, and text in front of a mark is text in any case."""
+
+    def __init__(self, limits: ExtentLimits) -> None:
+        self._allowed = limits.tokenize_bytes_max + LONG
+        self._size, self._tail = 0, b""  # the last bytes: a mark may lie across two chunks
+        self._pictures = self._exceeded = False
+
+    def add(self, chunk: bytes) -> bool:
+        """Take the next bytes of the body. Returns whether the body exceeds the bound."""
+        self._size += len(chunk)
+        if not (self._pictures or self._exceeded):
+            text = self._tail + chunk
+            self._tail = text[-MARK_BYTES:]
+            self._pictures = _may_have_pictures(text)
+            self._exceeded = not self._pictures and self._size > self._allowed
+        return self._exceeded
+
+    @property
+    def excess(self) -> Excess | None:
+        """The bound that the body exceeds, once all bytes came; None if the body exceeds no bound."""
+        if not self._exceeded:
+            return None
+        return Excess("body", self._size, self._allowed, "bytes without a picture", "tokenize_bytes_max")
+
+
 NOTHING = Raw()  # a field missing in the body
 # A field with so many commas is not taken apart to be counted: 4 million items kept the loop for 2 s.
 DENSE = 1 << 15
@@ -60,6 +89,8 @@ _LONG_STRING = re.compile(rb'"[^"\\]{1024,}"')  # a picture's data have neither 
 _FIRST_ITEM = re.compile(rb"\s*\[\s*(.)", re.DOTALL)
 _MESSAGE_FIRST = re.compile(rb"\s*\[\s*(?:\[\s*)?\{")  # a list of messages or of conversations
 _SPACE = b" \t\r\n"
+_PICTURE, _ESCAPE = b'"image', b"\\u"  # JSON may write any letter as \u and a number
+MARK_BYTES = len(_PICTURE) - 1
 
 
 class ContentPart(msgspec.Struct):
@@ -292,9 +323,7 @@ def _entries(raw: Raw) -> int:
 
 
 def _may_have_pictures(text: bytes) -> bool:
-    if b'"image' in text:
-        return True
-    return b"\\" in text and b"\\u" in text  # JSON may write any letter as \u and a number
+    return _PICTURE in text or (b"\\" in text and _ESCAPE in text)
 
 
 def _may_have_lists(text: bytes) -> bool:

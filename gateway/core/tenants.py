@@ -33,3 +33,5 @@ class TenantSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         1.0  # factor of the tenant's patience, see gateway/core/objectives.py
     )
     limits: Limits = NO_LIMITS
+    # False: zero retention. Runtimes keep nothing of a request beyond the request's end, whatever deployments say.
+    keep_prefixes: bool = True

@@ -9,6 +9,7 @@ import asyncio
 import resource
 import socket
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +44,13 @@ _reading = 0  # bytes of bodies being read, in sum
 _paid_s = 0.0  # loop time at which lingering connections may read again
 
 
-async def read_body(request: Request, most: int, deadline_s: float) -> bytes:
-    """Return the whole body, of at most `most` bytes. Raises Problem, Disconnected."""
+async def read_body(
+    request: Request, most: int, deadline_s: float, drops: Callable[[bytes], bool] = lambda chunk: False
+) -> bytes:
+    """Return the whole body, of at most `most` bytes. Raises Problem, Disconnected.
+
+    `drops` is called with the bytes as the bytes come. Once `drops` is true, the body is read to its end and not kept:
+    the result is empty."""
     global _reading
     chunks: list[bytes] = []
     size = 0
@@ -69,7 +75,10 @@ async def read_body(request: Request, most: int, deadline_s: float) -> bytes:
                 if _reading > BODIES_BYTES_MOST:
                     detail = "too many large requests are being read: try again in some seconds"
                     raise Problem(503, "overloaded", detail, headers={"retry-after": "2"})
-                chunks.append(chunk)
+                if drops(chunk):
+                    chunks.clear()
+                else:
+                    chunks.append(chunk)
                 if not message.get("more_body", False):
                     return b"".join(chunks)
                 deadline.reschedule(due + size / BODY_BYTES_PER_S_LEAST)

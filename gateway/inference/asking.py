@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 
 from gateway.core.canary import takes
-from gateway.core.extent import BodyExtent, ExtentLimits, first_excess, pictures_in
+from gateway.core.extent import BodyExtent, Excess, ExtentLimits, TokenizeWatch, first_excess, pictures_in
 from gateway.core.priority import HEADER, PriorityTooHigh, UnknownPriority, asked, granted
 from gateway.core.status import loadable
 from gateway.core.way import fast_ask
@@ -55,7 +55,7 @@ class Asking:
 
         `path`: the platform's path, without a tenant. Raises Problem, DatabaseError, Disconnected.
         """
-        body = await read_body(request, self.bounds.body_bytes, self.bounds.body_deadline_s)
+        body = await self._body(request, path)
         if "last-event-id" in request.headers:
             context.request_id, context.resumes_after = resumed(request.headers)
         sent = body
@@ -75,6 +75,17 @@ class Asking:
         if context.resumes_after is not None or "resume" in prefers:
             context.resumable = await resumable(path, sent, caller, context, self.bounds.resumable_s)
         context.understood(caller, name, target, tally, wait_s, granted_priority, "timing" in prefers)
+        return body
+
+    async def _body(self, request: Request, path: str) -> bytes:
+        """Read the body. Raises Problem, Disconnected."""
+        most, deadline_s = self.bounds.body_bytes, self.bounds.body_deadline_s
+        if path not in REPEATING:
+            return await read_body(request, most, deadline_s)
+        watch = TokenizeWatch(self.bounds.extent)
+        body = await read_body(request, most, deadline_s, watch.add)
+        if watch.excess is not None:
+            raise _too_extensive(watch.excess)
         return body
 
     async def target(self, caller: Caller, name: str) -> Target:
@@ -124,14 +135,14 @@ def _read(body: bytes, extent: ExtentLimits, path: str) -> tuple[BodyExtent, str
             remedy = "the model's own settings prepare pictures: leave the field out"
             raise Problem(400, "invalid_request", f"`{field}`: {remedy}", [Fault(f"/{field}", "not taken")])
     if excess := first_excess(ask, extent, path in REPEATING, path in POOLING):
-        remedy = f"ask for less, or have the operator raise STACCATO_{excess.setting.upper()}"
-        raise Problem(
-            400,
-            "request_too_extensive",
-            f"`{excess.field}`: {excess}: {remedy}",
-            [Fault(f"/{excess.field}", str(excess))],
-        )
+        raise _too_extensive(excess)
     return ask, name or None
+
+
+def _too_extensive(excess: Excess) -> Problem:
+    remedy = f"ask for less, or have the operator raise STACCATO_{excess.setting.upper()}"
+    said = [Fault("" if excess.field == "body" else f"/{excess.field}", str(excess))]
+    return Problem(400, "request_too_extensive", f"`{excess.field}`: {excess}: {remedy}", said)
 
 
 def _check_task(path: str, name: str, target: Target) -> None:

@@ -104,6 +104,7 @@ class Deployment:
     tenant_id: str
     tenant: str
     tenant_weight: float
+    tenant_keeps_prefixes: bool  # False: no deployment of the tenant keeps prefixes, whatever the revision says
     name: str
     desired_state: Literal["awake", "asleep"]
     active: Revision

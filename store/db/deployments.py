@@ -82,12 +82,14 @@ _LIVE = or_(
     revisions.c.number == deployments.c.target_revision,
 )
 
+_OF_TENANT = tenants.c.weight, tenants.c.keep_prefixes
+
 
 def _select(*which: ColumnElement[bool]) -> AnySelect:
     """Return a query with a row for each live revision of each deployment, in order."""
     owner = _owners.c.name.label("owner")
     return (
-        select(deployments, tenants.c.name.label("tenant"), tenants.c.weight, revisions, models, artefacts, owner)
+        select(deployments, tenants.c.name.label("tenant"), *_OF_TENANT, revisions, models, artefacts, owner)
         .join(tenants, tenants.c.id == deployments.c.tenant_id)
         .join(revisions, and_(revisions.c.deployment_id == deployments.c.id, _LIVE))
         .join(models, models.c.id == revisions.c.model_id)
@@ -114,6 +116,7 @@ def _deployment(rows: list[AnyRow]) -> Deployment:
         tenant_id=said[deployments.c.tenant_id],
         tenant=said["tenant"],
         tenant_weight=said[tenants.c.weight],
+        tenant_keeps_prefixes=said[tenants.c.keep_prefixes],
         name=said[deployments.c.name],
         desired_state=said[deployments.c.desired_state],
         active=live[said[deployments.c.active_revision]],
@@ -241,7 +244,7 @@ def _target(deployment: Deployment, revision: Revision) -> Target:
         priority=revision.spec.priority,
         tenant_weight=deployment.tenant_weight,
         tool_parser=revision.spec.tool_parser,
-        keep_prefixes=revision.spec.keep_prefixes,
+        keep_prefixes=revision.spec.keep_prefixes and deployment.tenant_keeps_prefixes,
         owner=deployment.tenant,
         created_at=deployment.created_us / 1e6,
     )

@@ -6,7 +6,20 @@ names become free again. `migrations/` brings a database to this shape; a test c
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Double, ForeignKey, Index, Integer, MetaData, Table, Text, text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    text,
+    true,
+)
 
 metadata = MetaData()
 
@@ -26,6 +39,7 @@ tenants = Table(
     Column("created_us", BigInteger, nullable=False),
     Column("deleted_us", BigInteger),
     Column("managed_by", Text),  # declared object that the row was made for; null: made by hand
+    Column("keep_prefixes", Boolean, nullable=False, server_default=true()),  # false: zero retention, everywhere
 )
 _unique("tenants_name", tenants.c.name, when="deleted_us IS NULL")
 

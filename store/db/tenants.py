@@ -29,6 +29,7 @@ class Tenant:
     limits: Limits
     created_us: int
     managed_by: str | None = None  # declared object that the tenant was made for; None: made by hand
+    keep_prefixes: bool = True  # False: no deployment of the tenant keeps prefixes of ended requests
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ _TENANT = (
     tenants.c.limits,
     tenants.c.created_us,
     tenants.c.managed_by,
+    tenants.c.keep_prefixes,
 )
 _ALIVE = tenants.c.deleted_us.is_(None)
 
@@ -89,20 +91,23 @@ async def create(
     weight: float = 1.0,
     limits: Limits = NO_LIMITS,
     managed_by: str | None = None,
+    keep_prefixes: bool = True,
 ) -> Tenant:
     """Create a tenant. Raises Taken."""
-    tenant = Tenant(new_id(), name, weight, limits, now_us, managed_by)
+    tenant = Tenant(new_id(), name, weight, limits, now_us, managed_by, keep_prefixes)
     row = {"id": tenant.id, "name": name, "weight": weight, "limits": _limits_text(limits), "created_us": now_us}
-    row |= {"managed_by": managed_by}
+    row |= {"managed_by": managed_by, "keep_prefixes": keep_prefixes}
     with added_once("tenant", name):
         await connection.execute(tenants.insert().values(**row))
     return tenant
 
 
-async def change(connection: AsyncConnection, tenant: Tenant, weight: float, limits: Limits) -> Tenant:
-    row = {"weight": weight, "limits": _limits_text(limits)}
+async def change(
+    connection: AsyncConnection, tenant: Tenant, weight: float, limits: Limits, keep_prefixes: bool
+) -> Tenant:
+    row = {"weight": weight, "limits": _limits_text(limits), "keep_prefixes": keep_prefixes}
     await connection.execute(update(tenants).where(tenants.c.id == tenant.id).values(**row))
-    return replace(tenant, weight=weight, limits=limits)
+    return replace(tenant, weight=weight, limits=limits, keep_prefixes=keep_prefixes)
 
 
 def _limits_text(limits: Limits) -> str | None:
@@ -131,7 +136,7 @@ async def listed(connection: AsyncConnection, after: str, most: int) -> list[Ten
 
 
 def _tenant(row: AnyRow) -> Tenant:
-    return Tenant(row[0], row[1], row[2], _limits(row[3]), row[4], row[5])
+    return Tenant(row[0], row[1], row[2], _limits(row[3]), row[4], row[5], row[6])
 
 
 async def delete(connection: AsyncConnection, tenant: Tenant, now_us: int) -> None:

@@ -24,11 +24,12 @@ class SeenTenant(Struct, frozen=True, kw_only=True):
     name: str
     weight: float
     limits: Limits
+    keep_prefixes: bool = True
     managed_by: str | None
 
     @property
     def settings(self) -> TenantSettings:
-        return TenantSettings(weight=self.weight, limits=self.limits)
+        return TenantSettings(weight=self.weight, limits=self.limits, keep_prefixes=self.keep_prefixes)
 
 
 class SeenKey(Struct, frozen=True, kw_only=True):

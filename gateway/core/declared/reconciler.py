@@ -154,7 +154,8 @@ class _Tenant:
 
     def decide(self) -> Decision:
         name, seen = self.declared.ref.name, self.observed.tenants.get(self.declared.ref.name)
-        settings = TenantSettings(weight=self.spec.weight, limits=self.spec.limits)
+        spec = self.spec
+        settings = TenantSettings(weight=spec.weight, limits=spec.limits, keep_prefixes=spec.keep_prefixes)
         if seen is None:
             body = {"name": name, **msgspec.to_builtins(settings), "managed_by": self.mark}
             return self._pending(RestCall("POST", "/tenants", body), None)
@@ -204,7 +205,7 @@ def _fits(key: SeenKey, wanted: DeclaredKey) -> bool:
 def _patch(settings: TenantSettings) -> dict[str, Any]:
     """Merge patch that leaves nothing of earlier settings: a limit that is not declared is removed."""
     limits = {name: msgspec.to_builtins(getattr(settings.limits, name)) for name in Limits.__struct_fields__}
-    return {"weight": settings.weight, "limits": limits}
+    return {"weight": settings.weight, "limits": limits, "keep_prefixes": settings.keep_prefixes}
 
 
 # ── deployments ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -43,7 +43,7 @@ class StepGraph:
         sizes = ((hidden, q + 2 * kv), (q, hidden), (hidden, 2 * found.intermediate), (found.intermediate, hidden))
         self._layers = [[_weights(rows, columns) for rows, columns in sizes] for _ in range(found.layers)]
         self._input = torch.ones(batch, hidden, dtype=torch.bfloat16, device="cuda")
-        stream = torch.cuda.Stream()
+        stream = _stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # libraries take their workspaces before the capture
             for _ in range(WARM):
@@ -54,11 +54,12 @@ class StepGraph:
             self.output = self._step()
 
     def _step(self) -> torch.Tensor:
-        x = self._input
+        x: torch.Tensor = self._input
         for qkv, out, gate_up, down in self._layers:
             x = torch.nn.functional.rms_norm(x, x.shape[-1:])
             x = (x @ qkv)[:, : self._q] @ out
-            gate, up = (x @ gate_up).split(self._intermediate, dim=-1)
+            both = x @ gate_up
+            gate, up = both[:, : self._intermediate], both[:, self._intermediate :]
             x = (torch.nn.functional.silu(gate) * up) @ down
         return x
 
@@ -66,8 +67,13 @@ class StepGraph:
         self._graph.replay()
 
 
+def _stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
 def _weights(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda") * rows**-0.5
+    weights: torch.Tensor = torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda") * rows**-0.5
+    return weights
 
 
 # ── J: two streams of a process ───────────────────────────────────────────────────────────────────────────────────────
@@ -75,7 +81,7 @@ def _weights(rows: int, columns: int) -> torch.Tensor:
 
 def two_streams(shapes: tuple[str, str], batch: int) -> dict[str, object]:
     one, other = (StepGraph(shape, batch) for shape in shapes)
-    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    streams = _stream(), _stream()
 
     def in_turn() -> None:
         with torch.cuda.stream(streams[0]):

@@ -46,6 +46,7 @@ from tests.bench.runtime.bench_tiers import (  # noqa: E402
     Arrival,
     Measured,
     Tiers,
+    Took,
     compared,
     disk_bytes_per_s,
     journal_events,
@@ -229,7 +230,9 @@ def beside_simulated(
     host_bytes = int(SETTINGS["STACCATO_HOST_CACHE"].removesuffix("GiB")) * GIB
     tiers = Tiers(began.pages_total * began.page_bytes, began.page_bytes, host_bytes, disk_bytes_per_s(images))
     weights = [pages[number] * began.page_bytes for number in range(len(pages))]
-    return compared(measured, simulated(measured, asked, len(PROMPT), weights, tiers))
+    took = Took.of(measured)
+    told = compared(measured, simulated(took, asked, len(PROMPT), weights, tiers))
+    return told | {"took_ms": took.ms(), "disk_gb_s": round(tiers.disk_bytes_per_s / 1e9, 2)}
 
 
 def ps_s(platform: Platform) -> float:

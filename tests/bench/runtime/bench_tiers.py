@@ -75,6 +75,25 @@ class Measured(NamedTuple):
         return sum(isinstance(event, Built) and event.source is WeightSource.DISK for _, event in self.events)
 
 
+class Took(NamedTuple):
+    """Times of a device with models on disk, in seconds, each a median."""
+
+    build: float  # making an engine around an image
+    close: float  # of an engine
+    load: float  # bringing a model from the host cache to the device
+    prefill: float  # a step with a prompt
+    step: float  # any other step
+
+    @classmethod
+    def of(cls, measured: Measured) -> Took:
+        events = [event for _, event in measured.events]
+        built = [event.took_s for event in events if isinstance(event, Built) and event.source is WeightSource.DISK]
+        return cls(statistics.median(built or [0.0]), close_s(measured.events), fetch_s(events), *steps_s(events))
+
+    def ms(self) -> dict[str, float]:
+        return {name: round(1e3 * seconds, 1) for name, seconds in self._asdict().items()}
+
+
 class Tiers(NamedTuple):
     """Bytes of the device's pool, of a page and of the host cache, and the rate in bytes a second of the disk."""
 
@@ -164,24 +183,20 @@ def aligned(target: memoryview) -> memoryview:
 
 
 def simulated(
-    measured: Measured, asked: list[Arrival], prompt_tokens: int, weight_bytes: Sequence[int], tiers: Tiers
+    took: Took, asked: list[Arrival], prompt_tokens: int, weight_bytes: Sequence[int], tiers: Tiers
 ) -> SimulationResult:
     """Ask a simulated device with the measured costs. `weight_bytes`: of each model."""
-    events = [event for _, event in measured.events]
-    built = [event.took_s for event in events if isinstance(event, Built) and event.source is WeightSource.DISK]
-    prefill_s, step_s = steps_s(events)
-    load_s = fetch_s(events)
     costs = {
         f"m{number}": ModelCosts(
             weight_bytes=size,
             kv_bytes_per_token=1024,
-            step_s=step_s,
+            step_s=took.step,
             step_s_per_request=0.0,
             step_s_per_token=0.0,
-            prefill_s=prefill_s,
+            prefill_s=took.prefill,
             prefill_s_per_token=0.0,
             prefill_s_per_token2=0.0,
-            load_s=load_s,
+            load_s=took.load,
             switch_s=0.0,
             copy_s_per_byte=1e-9,
         )
@@ -198,8 +213,8 @@ def simulated(
         tiers=ImageTiers(
             host_cache_bytes=tiers.host_bytes,
             disk_bytes_per_s=tiers.disk_bytes_per_s,
-            build_s=statistics.median(built),
-            close_s=close_s(measured.events),
+            build_s=took.build,
+            close_s=took.close,
             by_history=True,
         ),
         models=costs,
@@ -221,7 +236,10 @@ def compared(measured: Measured, told: SimulationResult) -> dict[str, Any]:
     """Median time to the first token and images a minute from disk: measured, simulated, and the ratios."""
     assert isinstance(told.disk_loads_per_min, float)
     p50_s, per_min = statistics.median(measured.ttft_s), 60 * measured.disk_loads / measured.took_s
-    ratios = {"ttft_p50": told.ttft_p50_s / p50_s, "disk_loads_per_min": told.disk_loads_per_min / per_min}
+    ratios = {
+        "ttft_p50": told.ttft_p50_s / p50_s,
+        "disk_loads_per_min": told.disk_loads_per_min / per_min if per_min else 0.0,
+    }
     return {
         "measured": {"ttft_p50_s": round(p50_s, 3), "disk_loads_per_min": round(per_min, 1)},
         "simulated": {"ttft_p50_s": round(told.ttft_p50_s, 3), "disk_loads_per_min": round(told.disk_loads_per_min, 1)},
@@ -270,12 +288,14 @@ def measure(folder: Path, count: int, requests: int, gap_s: float) -> dict[str, 
     measured = asyncio.run(run(folder, models, asked))
     rate = disk_bytes_per_s(folder / "disk")
     tiers = Tiers(IMAGE_BYTES * (count // 6 + 1), PAGE_BYTES, IMAGE_BYTES * (count // 3), rate)
-    told = simulated(measured, asked, PROMPT, [IMAGE_BYTES - 2 * MIB] * count, tiers)
+    took = Took.of(measured)
+    told = simulated(took, asked, PROMPT, [IMAGE_BYTES - 2 * MIB] * count, tiers)
     return {
         "models": count,
         "requests": requests,
         "gap_s": gap_s,
         **compared(measured, told),
+        "took_ms": took.ms(),
         "disk_gb_s": round(rate / 1e9, 2),
         "load": load(),
     }

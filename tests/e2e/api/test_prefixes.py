@@ -72,6 +72,12 @@ def forget(platform: Platform, path: str, key: str | None = None) -> None:
     assert platform.request("DELETE", f"/api/v1{path}/prefixes", key=key).status_code == 204
 
 
+async def retains_nothing(clients: Clients, platform: Platform, tenant: str) -> None:
+    """Let an operator order zero retention for the tenant: later requests leave no prefix, and find none."""
+    assert platform.request("PATCH", f"/api/v1/tenants/{tenant}", {"keep_prefixes": False}).status_code == 200
+    assert [await clients.ask(tenant) for _ in range(2)] == [0, 0]
+
+
 async def test_prefixes_outlast_sleep_and_go_at_their_tenants_word(keeping: Platform) -> None:
     clients = Clients(keeping)
     assert [await clients.ask("acme"), await clients.ask("acme")] == [0, FULL]
@@ -89,6 +95,7 @@ async def test_prefixes_outlast_sleep_and_go_at_their_tenants_word(keeping: Plat
     assert [await clients.ask("acme", "once") for _ in range(2)] == [0, 0]
     await clients.sleep()
     assert await clients.ask("acme", "once") == 0
+    await retains_nothing(clients, keeping, "globex")
 
     def all_booked() -> bool:
         return {tenant: billed(keeping, tenant) for tenant in clients.heard} == clients.heard

@@ -219,14 +219,15 @@ def deployed(staccato: Staccato, tenant: str) -> str:
 def test_a_created_tenant_is_listed(staccato: Staccato, tenant: str) -> None:
     assert tenant in [row["name"] for row in staccato("tenant", "ls", "--json").json]
     listed = staccato("tenant", "ls").out.splitlines()
-    assert listed[0].split() == ["NAME", "ID", "WEIGHT", "CREATED"] and any(line.startswith(tenant) for line in listed)
+    assert listed[0].split() == ["NAME", "ID", "WEIGHT", "PREFIXES", "CREATED"]
+    assert any(line.startswith(tenant) for line in listed)
 
 
-def test_a_tenants_weight_is_said_when_it_is_made(staccato: Staccato) -> None:
+def test_a_tenants_weight_and_retention_are_said_when_it_is_made(staccato: Staccato) -> None:
     name = f"tenant-{next(NUMBERS)}"
-    assert staccato("tenant", "create", name, "--weight", "2.5", "--json").json["weight"] == 2.5
-    heavy = staccato("tenant", "create", name + "-2", "--weight", "11")
-    assert heavy.code == USAGE and "write a number from 0.1 to 10" in heavy.err
+    said = ("tenant", "create", name, "--no-keep-prefixes", "--weight")
+    assert "2.5\nPREFIXES       False\n" in staccato(*said, "2.5").out
+    assert staccato(*said, "11").code == USAGE and "write a number from 0.1 to 10" in staccato(*said, "11").err
 
 
 def test_a_tenants_limits_are_said_changed_and_taken_away(staccato: Staccato) -> None:

@@ -30,6 +30,20 @@ async def test_a_tenants_weight_is_set_changed_and_bounded(plane: Plane) -> None
         assert [made(answer, 422)["errors"][0]["pointer"] for answer in answers] == ["/weight", "/weight"]
 
 
+async def test_a_tenants_retention_is_set_changed_and_a_yes_or_no(plane: Plane) -> None:
+    assert (
+        made(await plane.admin.post("/tenants", json={"name": "acme", "keep_prefixes": False}))["keep_prefixes"]
+        is False
+    )
+    assert made(await plane.admin.post("/tenants", json={"name": "other"}))["keep_prefixes"] is True
+    assert made(await plane.admin.patch("/tenants/acme", json={"weight": 2}), 200)["keep_prefixes"] is False
+    assert made(await plane.admin.patch("/tenants/acme", json={"keep_prefixes": None}), 200)["keep_prefixes"] is True
+    assert made(await plane.admin.patch("/tenants/acme", json={"keep_prefixes": False}), 200)["weight"] == 2
+    assert (await plane.admin.get("/tenants/acme")).json()["keep_prefixes"] is False
+    wrong = made(await plane.admin.patch("/tenants/acme", json={"keep_prefixes": "some"}), 422)
+    assert wrong["errors"][0]["pointer"] == "/keep_prefixes"
+
+
 async def test_a_tenants_limits_are_set_merged_and_taken_away(plane: Plane) -> None:
     limits = {"requests_per_minute": 60, "monthly_budget": {"amount": "25.00"}}
     shown = {"requests_per_minute": 60, "monthly_budget": {"amount": "25.00", "currency": "USD"}}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.extent import DENSE, LONG, BodyExtent, ExtentLimits, first_excess
+from gateway.core.extent import DENSE, LONG, BodyExtent, ExtentLimits, TokenizeWatch, first_excess
 
 LIMITS = ExtentLimits(
     answers_max=4,
@@ -177,6 +177,20 @@ def test_a_picture_is_counted_however_its_name_is_written() -> None:
 )
 def test_what_stays_within_the_bounds_passes(body: dict[str, object]) -> None:
     assert first_excess(ask(body), LIMITS) is None
+
+
+@given(st.integers(1, 9000), st.sampled_from(["input_image", "image", "\\u0069mage"]))
+def test_a_body_to_tokenise_is_watched_until_its_first_picture(size: int, kind: str) -> None:
+    limits = ExtentLimits(tokenize_bytes_max=100)
+    allowed = LONG + 100
+    text = b"a" * (allowed - 30)
+    pictured = text + b'{"type":"%s","image_url":"' % kind.encode() + b"A" * 9000
+    watches = TokenizeWatch(limits), TokenizeWatch(limits)
+    chunks = [pictured[at : at + size] for at in range(0, len(pictured), size)] if size > 99 else [pictured]
+    assert not any(map(watches[0].add, chunks)) and watches[0].excess is None
+    assert [watches[1].add(more) for more in (text, b"a" * 30, b"a", pictured)] == [False, False, True, True]
+    excess = watches[1].excess
+    assert excess is not None and (excess.asked, excess.allowed) == (allowed + 1 + len(pictured), allowed)
 
 
 @pytest.mark.parametrize("slash", ["/", "\\/"])

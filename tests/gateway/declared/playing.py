@@ -78,7 +78,7 @@ class PlayedPlatform:
                 self.tenants[body["name"]] = SeenTenant(**body | {"id": self._id(), "limits": limits})
             case "PATCH", ["tenants", name]:
                 limits = msgspec.convert(body["limits"], Limits)
-                self.tenants[name] = structs.replace(self.tenants[name], weight=body["weight"], limits=limits)
+                self.tenants[name] = structs.replace(self.tenants[name], **body | {"limits": limits})
             case "DELETE", ["tenants", name]:
                 _refuse(any(tenant == name for tenant, _ in self.deployments))
                 self.keys.pop(name, None)

@@ -34,6 +34,7 @@ TENANTS = st.builds(
     TenantSpec,
     weight=st.sampled_from([1.0, 2.0]),
     limits=st.sampled_from([Limits(), Limits(tokens_per_minute=60)]),
+    keep_prefixes=st.booleans(),
     key=KEYS,
 )
 DEPLOYMENTS = st.builds(
@@ -114,6 +115,7 @@ def check_converged(source: PlayedSource, platform: PlayedPlatform) -> None:
         elif isinstance(declared.spec, TenantSpec):
             row = platform.tenants[ref.name]
             assert (row.weight, row.limits) == (declared.spec.weight, declared.spec.limits)
+            assert row.keep_prefixes == declared.spec.keep_prefixes
             assert row.managed_by == ref.mark(MANAGER)
             valid = platform.keys.get(ref.name, [])
             assert len(valid) == (declared.spec.key is not None)

@@ -51,7 +51,12 @@ EXTENSIVE: dict[str, tuple[str, dict[str, object], str]] = {
     "100,000 messages": ("/v1/chat/completions", CHAT | {"messages": CHAT["messages"] * 100_000}, "bytes of text"),
     "10,000 messages": ("/v1/chat/completions", CHAT | {"messages": CHAT["messages"] * 10_000}, "10000 messages"),
     "logprobs of a prompt": ("/v1/completions", {"model": "chat", "prompt": "a", "prompt_logprobs": 20}, "20 logprobs"),
-    "7.9 MB to tokenise": ("/v1/tokenize", {"model": "chat", "prompt": "a" * 7_900_000}, "7900002 bytes of text"),
+    "7.9 MB to tokenise": (
+        "/v1/tokenize",
+        {"model": "chat", "prompt": "a" * 7_900_000},
+        "7900028 bytes without a picture",
+    ),
+    "300 KB to tokenise": ("/v1/tokenize", {"model": "chat", "prompt": "a" * 300_000}, "300002 bytes of text"),
     "a regex of 180 kB": (
         "/v1/completions",
         {"model": "chat", "prompt": "a", "structured_outputs": {"regex": "|".join(["word"] * 36_000)}},
@@ -116,12 +121,15 @@ async def test_tenants_of_one_engine_have_salts_of_their_own_whatever_they_ask_f
     assert all(len(salt) == 32 for salt in salts)
 
 
-async def test_requests_to_a_deployment_that_keeps_no_prefixes_have_salts_for_once(plane: Plane) -> None:
+@pytest.mark.parametrize(("of", "model"), [("/deployments/chat", "chat@2"), ("/tenants/acme", "chat")])
+async def test_requests_to_a_deployment_or_of_a_tenant_that_keeps_no_prefixes_have_salts_for_once(
+    plane: Plane, of: str, model: str
+) -> None:
     key, engine = await deployed(plane, "acme")
-    made(await plane.admin.patch("/deployments/chat", json={"keep_prefixes": False}), 200)
+    made(await plane.admin.patch(of, json={"keep_prefixes": False}), 200)
     plane.auth.forget()
     await plane.report({engine: RESIDENT})
-    runs, body = await runs_of(plane), {"model": "chat@2", "prompt": "hello", "max_tokens": 1}
+    runs, body = await runs_of(plane), {"model": model, "prompt": "hello", "max_tokens": 1}
     async with asked(plane, key) as client:
         for _ in range(2):
             made(await client.post("/v1/completions", json=body), 200)

@@ -409,9 +409,9 @@ async def test_limits_are_kept_with_the_tenant(database: Database) -> None:
         made = await tenants.create(connection, "acme", 1, 1.0, limits)
         assert await tenants.tenant(connection, "acme") == made and made.limits == limits
         assert limits.monthly_budget is not None and limits.monthly_budget.pico == 12_500_000_000_000
-        await tenants.change(connection, made, 2.0, NO_LIMITS)
+        await tenants.change(connection, made, 2.0, NO_LIMITS, keep_prefixes=False)
         seen = await tenants.tenant(connection, "acme")
-        assert seen is not None and (seen.weight, seen.limits) == (2.0, NO_LIMITS)
+        assert seen is not None and (seen.weight, seen.limits, seen.keep_prefixes) == (2.0, NO_LIMITS, False)
 
 
 async def test_an_account_that_the_bus_has_lost_goes_on_as_gateways_knew_it(
