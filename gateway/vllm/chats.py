@@ -115,6 +115,7 @@ class ChatRenderer:
         self._processes: set[LinkedProcess] = set()
         self._idle: list[LinkedProcess] = []
         self._starting: asyncio.Task[None] | None = None
+        self._closed = False
 
     async def text(self, job: bytes) -> str:
         """Return the text of a chat: see `templates.chat_job`. Raises TooManyWaiting, TemplateError."""
@@ -132,6 +133,16 @@ class ChatRenderer:
             self._waiting_bytes[chat.tenant] -= len(job)
             if not self._waiting_bytes[chat.tenant]:
                 del self._waiting_bytes[chat.tenant]
+
+    def close(self) -> None:
+        """End the processes, each at the end of its chat. A later chat starts a process anew."""
+        self._closed = True
+        for linked in self._idle:
+            self._processes.discard(linked)
+            linked.process.end()
+        self._idle.clear()
+        if self._spare is not None:
+            self._spare.end()
 
     def _begin(self) -> None:
         """Give idle processes to waiting tenants in turn, and start a process if the processes there are too few."""
@@ -185,7 +196,7 @@ class ChatRenderer:
         assert linked.timer is not None
         linked.timer.cancel()
         linked.late = False
-        if answer is None or linked.process.slowed:
+        if answer is None or linked.process.slowed or self._closed:
             self._processes.discard(linked)
             harm = linked.process.harm(linked.overdue)
             self._over(chat, harm if answer is None else answer)

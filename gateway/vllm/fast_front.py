@@ -168,6 +168,11 @@ class FastFront:
         await self._answer(ask, prepared, context, send)
         return True
 
+    def close(self) -> None:
+        """End the processes that render chats. A later chat would start a process anew."""
+        if self._chats is not None:
+            self._chats.close()
+
     async def _answer(self, ask: Ask, prepared: PreparedAsk, context: RequestContext, send: Send) -> None:
         ids = [request.request_id for request in prepared.requests]
         decoders = [TextDecoder(self._rust, self._added, prepared.primer, prepared.style) for _ in ids]

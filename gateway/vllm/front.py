@@ -108,6 +108,7 @@ class Front:
     def __init__(self, state: State, app: ASGIApp, fast: FastFront | None) -> None:
         """`app`: vLLM's routes, common to all fronts. `fast`: None if every request needs vLLM's handlers."""
         self.state, self._app, self._fast = state, app, fast
+        self._requests, self._dropped = 0, False
 
     async def handle(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request the fast way, or let vLLM's handlers answer.
@@ -115,6 +116,14 @@ class Front:
         The caller must run this coroutine in a task of its own, since CONTEXT is a context variable.
         """
         CONTEXT.set(context)
+        self._requests += 1
+        try:
+            await self._handle(context, scope, receive, send)
+        finally:
+            self._requests -= 1
+            self._end_unused()
+
+    async def _handle(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         if self._fast is not None and await self._fast.answered(context, send):
             return
         if context.resumes_after is not None:
@@ -122,6 +131,15 @@ class Front:
             await send_failure(send, False, context.refused.status, b"")
             return
         await self._app({**scope, "app": self}, receive, send)
+
+    def drop(self) -> None:
+        """End the front's processes once no request needs the front. Python's collection may be minutes away."""
+        self._dropped = True
+        self._end_unused()
+
+    def _end_unused(self) -> None:
+        if self._dropped and not self._requests and self._fast is not None:
+            self._fast.close()
 
     async def leave(self, computed: Computed) -> None:
         """End the work of runtimes for a call whose client left."""
@@ -227,8 +245,14 @@ class Fronts:
             self._fronts.pop(key, None)
             raise
         while len(self._fronts) > FRONTS_MOST:
-            self._fronts.popitem(last=False)
+            _, dropped = self._fronts.popitem(last=False)
+            dropped.add_done_callback(_drop)
         return front
+
+
+def _drop(task: asyncio.Task[Front]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().drop()
 
 
 def _vllm_app() -> ASGIApp:

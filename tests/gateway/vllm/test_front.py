@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from gateway.core.extent import ExtentLimits
@@ -17,12 +19,13 @@ from gateway.inference.endpoint import Inference
 from gateway.inference.meter import Meter
 from gateway.inference.serving import RequestServing
 from gateway.streams.relay import Relay
+from gateway.vllm import front
 from gateway.vllm.bus_core import Deps
 from gateway.vllm.front import Fronts
 from store.contract import wire
 from store.contract.priorities import Priority
 from store.contract.wire import Delta, Finish, ModelState, Residency
-from tests.conftest import ROOT
+from tests.conftest import ROOT, soon
 from tests.gateway.plane import Plane, made
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of vLLM and torch, imported by the front
@@ -138,3 +141,41 @@ async def test_a_request_asks_for_a_priority_within_the_bound_of_its_key(plane: 
         assert error["code"] == "priority_too_high" and "may ask for normal at most" in error["message"]
         made(await client.post("/v1/completions", json=body | {"service_tier": "flex"}), 200)
     assert len(runs) == len(said) + 1
+
+
+def rendering() -> set[int]:
+    """Pids of the processes that render chats for this process."""
+    found = set()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if any("rendering.py" in word for word in child.cmdline()):
+                found.add(child.pid)
+    return found
+
+
+async def test_a_dropped_front_ends_its_processes_without_a_collection_of_garbage(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "FRONTS_MOST", 1)
+    made(await plane.admin.post("/tenants", json={"name": "acme"}))
+    key = made(await plane.admin.post("/tenants/acme/keys"))["key"]
+    await plane.model("faq", folder=Path(FAQ))
+    engines = []
+    for name, most in (("long", 512), ("short", 64)):
+        body = {"tenant": "acme", "name": name, "model": "faq", "max_model_len": most}
+        engines.append(made(await plane.admin.post("/deployments", json=body))["engine"])
+    await runs_of(plane)
+    gc.collect()
+    before = rendering()
+    gc.disable()
+    try:
+        async with asked(plane, key) as client:
+            await plane.report({engine: ModelState(residency=Residency.RESIDENT, load_ms=1.0) for engine in engines})
+            await completed(client, "long")
+            (first,) = rendering() - before
+            await completed(client, "short")
+            await soon(lambda: first not in rendering())
+            assert len(rendering() - before) == 1
+            await completed(client, "long")
+    finally:
+        gc.enable()
