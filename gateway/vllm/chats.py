@@ -2,12 +2,14 @@
 
 A thread would need the interpreter three times for a chat, and would get the interpreter late while the loop is busy.
 A tenant has at most one chat with a process at a time, and waiting tenants take turns. A chat that takes long gives the
-other tenants a second process.
+other tenants a second process. Without chats for IDLE_S, the processes end: a process takes 12 MiB, and a gateway has
+many fronts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ from runtime.core.fair_queue import FairQueue
 
 PROCESSES = 2  # of a front
 LATE_S = 0.05  # after this time of a chat, other tenants get the second process
+IDLE_S = 60.0  # a front's processes end after this time without a chat; starting a process takes some 0.1 s
 WAITING_MOST, WAITING_BYTES_MOST = 4096, 64 << 20  # chats of one tenant that wait, and the bytes of the chats
 
 
@@ -103,11 +106,12 @@ class ChatRenderer:
     """Renders the chats of a front, with the front's template. Processes end with this object."""
 
     def __init__(self, noted: NotedTemplate, process: RenderingProcess | None) -> None:
-        """`noted`: the template, and its variables besides the messages. `process`: a running process to begin with.
+        """`noted`: the template, and its variables besides the messages. `process`: a running process to begin with;
+        without, the first chat starts a process.
 
-        To be called in a thread: the process is told the template. Raises TemplateError for a faulty template."""
-        process = process or RenderingProcess()
-        process.keep(noted)
+        To be called in a thread: `process` is told the template. Raises TemplateError for a faulty template."""
+        if process is not None:
+            process.keep(noted)
         self._noted = noted
         self._spare: RenderingProcess | None = process  # not linked yet
         self._queue: FairQueue[ChatJob] = FairQueue(WAITING_MOST)
@@ -116,6 +120,8 @@ class ChatRenderer:
         self._idle: list[LinkedProcess] = []
         self._starting: asyncio.Task[None] | None = None
         self._closed = False
+        self._asked_at = 0.0  # time of the event loop
+        self._watching: asyncio.TimerHandle | None = None
 
     async def text(self, job: bytes) -> str:
         """Return the text of a chat: see `templates.chat_job`. Raises TooManyWaiting, TemplateError."""
@@ -137,12 +143,34 @@ class ChatRenderer:
     def close(self) -> None:
         """End the processes, each at the end of its chat. A later chat starts a process anew."""
         self._closed = True
+        self._end_idle()
+
+    def watch(self) -> None:
+        """From now on, end the processes after IDLE_S without a chat. To be called on the event loop."""
+        if self._watching is None:
+            self._watch_again(IDLE_S)
+
+    def _watch_again(self, after_s: float) -> None:
+        # A weak reference: processes end with this object, whether a timer runs or not.
+        self._watching = asyncio.get_running_loop().call_later(after_s, _look, weakref.ref(self))
+
+    def look(self) -> None:
+        """End idle processes if no chat came for IDLE_S, and look again later if there are processes then."""
+        self._watching = None
+        left_s = self._asked_at + IDLE_S - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            self._end_idle()
+        if self._processes or self._spare is not None:
+            self._watch_again(left_s if left_s > 0 else IDLE_S)
+
+    def _end_idle(self) -> None:
         for linked in self._idle:
             self._processes.discard(linked)
             linked.process.end()
         self._idle.clear()
         if self._spare is not None:
             self._spare.end()
+            self._spare = None
 
     def _begin(self) -> None:
         """Give idle processes to waiting tenants in turn, and start a process if the processes there are too few."""
@@ -168,6 +196,7 @@ class ChatRenderer:
             linked = LinkedProcess(process, link)
             self._processes.add(linked)
             self._idle.append(linked)
+            self.watch()
         except (TemplateError, OSError) as error:
             if taken := self._queue.take():
                 self._over(taken[1], TemplateError(f"the chat template was not rendered: {error}"))
@@ -176,7 +205,9 @@ class ChatRenderer:
             self._begin()
 
     def _ask(self, linked: LinkedProcess, chat: ChatJob) -> None:
-        linked.timer = asyncio.get_running_loop().call_later(LATE_S, self._late, linked)
+        loop = asyncio.get_running_loop()
+        self._asked_at = loop.time()
+        linked.timer = loop.call_later(LATE_S, self._late, linked)
         linked.link.ask(chat.job, partial(self._heard, linked, chat))
 
     def _late(self, linked: LinkedProcess) -> None:
@@ -213,6 +244,11 @@ class ChatRenderer:
             chat.answer.set_exception(answer)
         else:
             chat.answer.set_result(answer)
+
+
+def _look(renderer: weakref.ref[ChatRenderer]) -> None:
+    if (there := renderer()) is not None:
+        there.look()
 
 
 def _started(noted: NotedTemplate) -> RenderingProcess:

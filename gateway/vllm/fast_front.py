@@ -127,8 +127,8 @@ class FastFront:
     def of(cls, llm: BusLLM, core: BusCore, state: State) -> FastFront | None:
         """Return the fast way of a front; None if the front's model or tokeniser needs vLLM's handlers.
 
-        To be called in the front's thread: the thread's rendering process becomes the renderer's of chats. Raises
-        TemplateError."""
+        To be called in the front's thread: the thread's rendering process, if any, becomes the renderer's of chats.
+        Raises TemplateError."""
         renderer, model = llm.renderer, llm.model_config
         if type(renderer).__name__ != hf.HfRenderer.__name__ or not isinstance(renderer.tokenizer, TokenizersBackend):
             return None
@@ -167,6 +167,11 @@ class FastFront:
         context.way = FAST
         await self._answer(ask, prepared, context, send)
         return True
+
+    def watch(self) -> None:
+        """From now on, end the processes that render chats after a time without chats: see `ChatRenderer.watch`."""
+        if self._chats is not None:
+            self._chats.watch()
 
     def close(self) -> None:
         """End the processes that render chats. A later chat would start a process anew."""

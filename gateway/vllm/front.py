@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from argparse import Namespace
 from collections import OrderedDict
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 from runtime.engine.settings import engine_args  # isort: skip  (sets vLLM's environment, so: first)
@@ -138,8 +138,10 @@ class Front:
         self._end_unused()
 
     def _end_unused(self) -> None:
-        if self._dropped and not self._requests and self._fast is not None:
-            self._fast.close()
+        if self._dropped and not self._requests:
+            if self._fast is not None:
+                self._fast.close()
+            _threads(self.state.engine_client).rest()  # a thread's process ends with the thread
 
     async def leave(self, computed: Computed) -> None:
         """End the work of runtimes for a call whose client left."""
@@ -170,6 +172,11 @@ def _share_threads(llm: BusLLM) -> None:
     executor.replace_inner = lambda: None  # type: ignore[method-assign]
 
 
+def _threads(llm: BusLLM) -> TenantThreads:
+    """The threads of a front, after `_share_threads`."""
+    return cast(TenantThreads, llm.renderer._executor._inner)
+
+
 def _instead(llm: BusLLM) -> str | None:
     """Return a template that refuses to chat if vLLM must not read the artefact's own template; else None."""
     renderer, tokenizer = llm.renderer, llm.renderer.tokenizer
@@ -182,6 +189,12 @@ def _instead(llm: BusLLM) -> str | None:
             templates.system_first(refusing)  # cached now: the event loop must not wait for the result
             return refusing
     return None
+
+
+def _warm_up(renderer: OnlineRenderer) -> None:
+    """vLLM's warm-up, which renders a chat. No process makes the chat's text, for the text does not matter."""
+    with templates.noting():
+        renderer.warmup()
 
 
 async def _build_front(spec: EngineSpec, tool_parser: str | None, deps: Deps, app: ASGIApp) -> Front:
@@ -209,7 +222,7 @@ async def _build_front(spec: EngineSpec, tool_parser: str | None, deps: Deps, ap
         tool_parser=tool_parser,
         reasoning_parser=spec.reasoning_parser or None,
     )
-    await rendering(state.online_renderer.warmup)
+    await rendering(_warm_up, state.online_renderer)
     state.serving_tokenization = ServingTokenization(
         state.openai_serving_models, state.online_renderer, chat_template=template, chat_template_content_format="auto"
     )
@@ -218,7 +231,10 @@ async def _build_front(spec: EngineSpec, tool_parser: str | None, deps: Deps, ap
         await rendering(pooling.init_state, llm, state, args)
         return Front(state, app, None)
     await init_generate_state(llm, state, args, None, ("generate",), {})
-    return Front(state, app, await rendering(FastFront.of, llm, llm.engine_core, state))
+    fast = await rendering(FastFront.of, llm, llm.engine_core, state)
+    if fast is not None:
+        fast.watch()
+    return Front(state, app, fast)
 
 
 class Fronts:
@@ -277,5 +293,10 @@ async def _too_many(request: Request, error: Exception) -> Response:
 
 
 def _vllm_args(arguments: list[str]) -> Namespace:
-    parser = make_arg_parser(FlexibleArgumentParser())  # type: ignore[no-untyped-call]
-    return cast(Namespace, parser.parse_args(arguments))
+    return cast(Namespace, _vllm_parser().parse_args(arguments))
+
+
+@cache
+def _vllm_parser() -> FlexibleArgumentParser:
+    """vLLM's parser of its server's arguments. The event loop makes the parser once, for some hundred arguments."""
+    return cast(FlexibleArgumentParser, make_arg_parser(FlexibleArgumentParser()))  # type: ignore[no-untyped-call]

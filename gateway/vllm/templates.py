@@ -100,11 +100,17 @@ def system_first(template: str | None) -> bool:
 def fault(template: str) -> str | None:
     """Return why vLLM must neither read nor render the template; None if the template is sound."""
     try:
-        _ask(JobKind.CHECK, template, {})
+        _check(template)
         system_first(template)
     except TemplateError as error:
         return str(error)
     return None
+
+
+@lru_cache(maxsize=256)
+def _check(template: str) -> None:
+    """Check the template in a process, unless the template was found sound before. Raises TemplateError."""
+    _ask(JobKind.CHECK, template, {})
 
 
 def refusing(fault: str) -> str:
@@ -194,9 +200,10 @@ _OF_THREAD = threading.local()
 
 
 def process_of_thread() -> RenderingProcess | None:
-    """Return the process of this thread, which is the thread's no longer; None if the thread has no process."""
-    process, _OF_THREAD.process = getattr(_OF_THREAD, "process", None), None
-    return process
+    """Return the process of this thread, which is the thread's no longer; None if the thread has no living process."""
+    process: RenderingProcess | None = getattr(_OF_THREAD, "process", None)
+    _OF_THREAD.process = None
+    return process if process is not None and process.alive else None
 
 
 def chat_job(messages: list[dict[str, Any]]) -> bytes:

@@ -30,7 +30,8 @@ class TenantThreads(Executor):
     """Runs each job for the tenant named by TENANT when the job was submitted."""
 
     def __init__(self, threads: int = THREADS) -> None:
-        self._pool, self._free = ThreadPoolExecutor(threads, "front"), threads
+        self._threads = self._free = threads
+        self._pool = self._made_pool()
         self._queue: FairQueue[Callable[[], None]] = FairQueue(WAITING_MOST)
         self._lock = threading.Lock()
 
@@ -43,8 +44,17 @@ class TenantThreads(Executor):
             self._begin()
         return future
 
+    def rest(self) -> None:
+        """Let the threads end after the jobs that the threads have. A later job starts threads anew."""
+        with self._lock:
+            ending, self._pool = self._pool, self._made_pool()
+        ending.shutdown(wait=False)
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
+
+    def _made_pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._threads, "front")
 
     def _begin(self) -> None:
         """Give free threads to waiting tenants in turn. Call under the lock."""

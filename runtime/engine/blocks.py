@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import structlog
+from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.request import Request
@@ -38,8 +39,42 @@ GROWN_AHEAD = 4  # tokens: pages that come while the engine steps are asked for 
 REQUESTS = 8  # the last requests, by whose lengths blocks are kept ahead
 
 
+class LazyBlocks(dict[int, KVCacheBlock]):
+    """The blocks of a pool by number, a block made when first asked for. Iterating yields the blocks made so far.
+
+    vLLM makes every block at once. The pool of a large GPU has 100,000 blocks for each engine, most of which the engine
+    never uses, and each search for garbage visits all of these."""
+
+    def __init__(self, pool: BlockPool, count: int) -> None:
+        super().__init__({pool.null_block.block_id: pool.null_block})
+        self._pool, self._count = pool, count
+
+    def __missing__(self, number: int) -> KVCacheBlock:
+        assert 0 <= number < self._count, f"block {number} of {self._count}"
+        block = self[number] = KVCacheBlock(number, pool=self._pool)
+        return block
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:  # type: ignore[override]
+        return iter([*self.values()])
+
+
+@contextmanager
+def elastic_pools() -> Iterator[None]:
+    """Within the context, schedulers of vLLM are made with an ElasticBlockPool: vLLM has no setting for the class."""
+    before = vars(kv_cache_coordinator)["BlockPool"]
+    vars(kv_cache_coordinator)["BlockPool"] = ElasticBlockPool
+    try:
+        yield
+    finally:
+        vars(kv_cache_coordinator)["BlockPool"] = before
+
+
 class ElasticBlockPool(BlockPool):
-    """A pool made of vLLM's own by `take_over`: vLLM has no setting for the pool's class."""
+    """A pool of blocks whose pages come and go. Until `follow` is called, no block is in circulation but the null
+    block."""
 
     _kv: KvRegion
     _used: list[int]  # for each page, number of the page's blocks in use; the null block is always in use
@@ -49,17 +84,21 @@ class ElasticBlockPool(BlockPool):
     lengths: deque[int]  # numbers of blocks that the last ended requests had
     before_reuse: Callable[[int], None] | None  # called with a number: so many blocks are about to be handed out
 
-    @classmethod
-    def take_over(cls, pool: BlockPool, kv: KvRegion) -> ElasticBlockPool:
-        """Make `pool` follow the pages of `kv`; no block but the null block is in circulation yet."""
-        pool.free_block_queue.popleft_n(pool.get_num_free_blocks())
-        pool.num_gpu_blocks = 1
-        pool.__class__ = cls
-        assert isinstance(pool, cls)
-        pool._kv, pool._used, pool._pages_in_use = kv, [0] * kv.pages_total, 0
-        pool._ended, pool._passed, pool.lengths, pool.before_reuse = {}, set(), deque(maxlen=REQUESTS), None
-        pool._count(pool.null_block, 1)
-        return pool
+    def __init__(self, num_gpu_blocks: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(1, *args, **kwargs)
+        self.blocks = LazyBlocks(self, num_gpu_blocks)  # type: ignore[assignment]
+
+    def follow(self, kv: KvRegion) -> None:
+        """Follow the pages of `kv`, which has no page yet."""
+        self._kv, self._used, self._pages_in_use = kv, [0] * kv.pages_total, 0
+        self._ended, self._passed, self.lengths, self.before_reuse = {}, set(), deque(maxlen=REQUESTS), None
+        self._count(self.null_block, 1)
+
+    def take_apart(self) -> None:
+        """Undo the circles in which pool and blocks refer to each other, when the engine ends."""
+        for block in self.blocks:
+            block.prev_free_block = block.next_free_block = None
+        vars(self).clear()
 
     def grow(self, pages: int) -> None:
         """Begin to add pages; `land` puts the blocks of the new pages into circulation.

@@ -34,7 +34,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 from runtime.engine import ranks
-from runtime.engine.blocks import ElasticBlockPool, Transfer
+from runtime.engine.blocks import ElasticBlockPool, Transfer, elastic_pools
 from runtime.engine.groups import Groups, ZeroedKvCache, pools
 from runtime.memory.images import Images
 from runtime.memory.kv import KvRegion
@@ -74,7 +74,8 @@ class PooledScheduler(AsyncScheduler):
             # Kernels for CPUs weigh what stands behind a request's last token by zero, and zero times NaN is NaN: one
             # request with numbers out of range would spoil later requests, also of other tenants.
             kwargs["kv_cache_config"] = ZeroedKvCache.of(kwargs["kv_cache_config"])
-        super().__init__(*args, **kwargs)
+        with elastic_pools():
+            super().__init__(*args, **kwargs)
         self.groups = Groups.of(self.kv_cache_config, self.vllm_config)
         self.pools = pools(self.vllm_config)
         self._leaving: ParkingBatch | None = None
@@ -88,7 +89,10 @@ class PooledScheduler(AsyncScheduler):
 
     def take_over(self, kv: KvRegion, images: Images) -> None:
         self.kv, self._cache, self._slabs = kv, images.cache, Slabs(images.parked, kv.block_bytes)
-        self.blocks = ElasticBlockPool.take_over(self.kv_cache_manager.block_pool, kv)
+        pool = self.kv_cache_manager.block_pool
+        assert isinstance(pool, ElasticBlockPool), f"this vLLM has a {type(pool).__name__}"
+        pool.follow(kv)
+        self.blocks = pool
 
     # ── out ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -4,12 +4,11 @@ Only this folder and gateway/vllm know the inside of vLLM.
 
 Each model has an `EngineCore`, built in this process and stepped by the device process's loop. The cores share
 process-wide state. Two rules make sharing safe, each learned in practice: steps never overlap, and a core's `shutdown`
-is never called, for `shutdown` destroys the process groups of every core. `close` takes apart the core's own parts.
+is never called, for `shutdown` destroys the process groups of every core. `close` takes a core apart instead.
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +24,6 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from runtime.core.device.request import RequestId
 from runtime.core.engine import AHEAD, BadRequest, EngineError, Held, ImageLost, Output, WeightSource
@@ -35,7 +33,7 @@ from runtime.engine.golden import Golden
 from runtime.engine.grammars import GrammarReader
 from runtime.engine.groups import layout
 from runtime.engine.moving import MovingScheduler
-from runtime.engine.runner import CoreSteps, DecodeGraphs
+from runtime.engine.runner import CoreSteps, DecodeGraphs, take_apart
 from runtime.engine.worker import Home, as_tensor
 from runtime.memory.arriving import ArrivingImage
 from runtime.memory.disk import TornImage
@@ -549,19 +547,13 @@ class VllmEngine:
         if self._prefixes is not None:
             self._prefixes.close()
         self._graphs.drop()
-        core, self._core = self._core, None  # type: ignore[assignment]
-        core.structured_output_manager.clear_backend()
-        core.scheduler.shutdown()
-        context = core.vllm_config.compilation_config.static_forward_context
-        clear_layer_kv_caches(context.values())
-        self._worker.model_runner.kv_caches.clear()
-        context.clear()
-        for module in self._model.modules():  # torch keeps a tied weight, and the weight's loader keeps packed weights
-            vars(module).pop("cpu_linear", None)
         self.home.runner_tensors = list  # the function holds the worker, and thus the model
-        del module, core, self._scheduler, self._blocks, self._worker, self._model, self._grammars, self._prefixes
+        core, self._core = self._core, None  # type: ignore[assignment]
+        self._blocks.take_apart()
+        del self._scheduler, self._blocks, self._worker, self._model, self._grammars, self._prefixes
         del self._graphs, self._steps
-        gc.collect()  # the core is a cycle of objects; see `freeze_heap` in builder.py
+        take_apart(core)
+        del core
         self.kv.release()
         self.weights.close()
         self.home.leave()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from copy import deepcopy
@@ -340,8 +341,7 @@ class Home:
         self.used = 0
         self.layout: list[tuple[int, int]] = []  # (offset, bytes) of each piece, in order
         self._ready = 0  # bytes from the front that have memory during the build
-        self._packed: set[int] = set()  # addresses that oneDNN will free some day
-        self._left = False
+        self._handlers: list[weakref.ref[Any]] = []  # of oneDNN's products, each with a packed weight
         self.found: list[torch.Tensor] = []  # tensors of the model as loaded by vLLM: `take_in` moves the tensors
         self._old: list[torch.UntypedStorage] = []  # overwritten storages of moved tensors
         self._before = self._live()  # blocks of torch's allocator from before the model
@@ -404,8 +404,8 @@ class Home:
                 raise RuntimeError(f"oneDNN packed {size} bytes where they can't be moved")
             self.used = address - self.reservation.address + captured.bytes
             self.layout[-1] = (address - self.reservation.address, captured.bytes)
-            self._packed.add(address)
-            handler.dtor = self._then_forget(handler.dtor, address)
+            handler.dtor = partial(_free_and_forget, handler.dtor, address)
+            self._handlers.append(weakref.ref(handler))
             return handler
 
         return create_here
@@ -478,27 +478,22 @@ class Home:
             self._ready = 0
 
     def leave(self) -> None:
-        """Give the reservation back, once oneDNN has freed the last packed weight: the model is closed."""
+        """Give the reservation back, and oneDNN's products with packed weights: the model is closed."""
         self.settle()
         self.forget_old()
         self.found = []
-        self._left = True
-        if not self._packed:
-            self.reservation.release()
+        for handler in [handler() for handler in self._handlers]:
+            if handler is not None and handler.handler_tensor is not None:
+                handler.dtor(handler.handler_tensor.item())
+                handler.handler_tensor = None  # vLLM's handler then frees nothing when collected
+        self.reservation.release()
 
-    def _then_forget(self, free: Callable[[int], None], address: int) -> Callable[[int], None]:
-        """A destructor for packed weights at `address`: calls `free`, then makes the memory library forget the address.
 
-        While the library knows the address, a free of the address has no effect."""
-
-        def free_and_forget(handler: int) -> None:
-            free(handler)
-            native.capture_forget(address)
-            self._packed.discard(address)
-            if self._left and not self._packed:
-                self.reservation.release()
-
-        return free_and_forget
+def _free_and_forget(free: Callable[[int], None], address: int, handler: int) -> None:
+    """Call oneDNN's `free` for a product with packed weights at `address`, then let the memory library forget the
+    address. While the library knows the address, a free of the address has no effect."""
+    free(handler)
+    native.capture_forget(address)
 
 
 def as_tensor(reservation: Reservation, offset: int, size: int) -> torch.Tensor:

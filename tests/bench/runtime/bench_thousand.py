@@ -7,12 +7,13 @@ order, `--asked` at a time. Last, `--again` questions come at random times, `--g
 random model. The answers must agree, and the time to the first token is held against the objective of the deployment.
 
 The questions at random times go to a simulated device as well, with costs measured in the same run (bench_tiers.py).
-The simulated host cache begins empty, the measured one with the images asked for last, less than a tenth of all.
+The way through the gateway is not simulated: the median of the measured ways there and back is added to the simulated
+time. The simulated host cache begins empty, the measured one with the images asked for last, less than a tenth of all.
 
 The answer has the seconds of the deployments, the tiers in which the models were then, the times to the first token;
-how long the API answered, in the median, the 99th percentile and at most; the shared and the private memory of all
-processes; the time of `staccato ps`; and the median time to the first token and the images per minute that came from
-disk, measured and simulated. Bounds: no model fails, every answer agrees, no first token comes later than the
+how long the API answered, in the median, the 99th percentile and at most; the memory of all processes together, every
+page counted once; the time of `staccato ps`; and the median time to the first token and the images per minute that came
+from disk, measured and simulated. Bounds: no model fails, every answer agrees, no first token comes later than the
 objective, memory stays below the host cache and 2 GiB more, the API's 99th percentile below 200 ms; and simulated
 figures within a factor of 1.5.
 
@@ -23,13 +24,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,10 +53,11 @@ from tests.bench.runtime.bench_tiers import (  # noqa: E402
     Took,
     compared,
     disk_bytes_per_s,
+    first_tokens,
     journal_events,
     simulated,
 )
-from tests.bench.timing import load, spread  # noqa: E402
+from tests.bench.timing import load  # noqa: E402
 from tests.conftest import free_port  # noqa: E402
 from tests.e2e.conftest import Platform  # noqa: E402
 from tests.runtime.hybrids import write_hybrid  # noqa: E402
@@ -112,16 +117,43 @@ class Api:
         return [round(ordered[min(len(ordered) - 1, int(len(ordered) * part))], 1) for part in (0.5, 0.99, 1.0)]
 
 
-def memory_bytes(platform: Platform) -> tuple[int, int]:
-    """Memory that the processes share in files of memory, counted once, and memory of single processes."""
-    shared, private = 0, 0
+class Memory(NamedTuple):
+    """Bytes in the memory of all processes of a platform. A page of several processes counts once."""
+
+    own: int  # anonymous memory: heaps and stacks
+    libraries: int  # mapped files, of which nearly all are programs and libraries
+    shared: int  # files in memory: the host cache and the pool of the device
+
+    @classmethod
+    def of(cls, platform: Platform) -> Memory:
+        own, libraries, files = 0, 0, dict[tuple[int, int], int]()
+        for process in platform.everyone():
+            with contextlib.suppress(OSError):  # the process has ended
+                told = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
+                kib = {line.split(":")[0]: int(line.split()[1]) for line in told}
+                own, libraries = own + 1024 * kib["Pss_Anon"], libraries + 1024 * kib["Pss_File"]
+            with contextlib.suppress(OSError):
+                for file in Path(f"/proc/{process.pid}/fd").iterdir():
+                    if os.readlink(file).startswith("/memfd:"):
+                        found = file.stat()
+                        files[found.st_dev, found.st_ino] = 512 * found.st_blocks
+        return cls(own, libraries, sum(files.values()))
+
+    def mib(self) -> dict[str, int]:
+        return {name: size >> 20 for name, size in self._asdict().items()}
+
+
+def by_kind(platform: Platform) -> dict[str, tuple[int, int]]:
+    """Number and anonymous MiB of the platform's processes, by the program."""
+    found = defaultdict[str, list[int]](list)
     for process in platform.everyone():
-        try:
-            full = process.memory_full_info()
-        except psutil.Error:
-            continue
-        shared, private = max(shared, full.shared), private + full.uss
-    return shared, private
+        with contextlib.suppress(psutil.Error, OSError):
+            words = process.cmdline()
+            told = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            (kib,) = (int(line.split()[1]) for line in told.splitlines() if line.startswith("Pss_Anon:"))
+            name = words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name
+            found[name].append(kib)
+    return {name: (len(each), sum(each) >> 10) for name, each in sorted(found.items())}
 
 
 def deploy(platform: Platform, api: Api, models: dict[str, Path]) -> float:
@@ -149,6 +181,7 @@ def settle(api: Api, open_names: set[str]) -> None:
 
 class Answer(NamedTuple):
     model: str
+    asked_s: float  # when the question was sent, on the machine's monotonic clock
     first_s: float  # time to the first token
     text: str
 
@@ -162,15 +195,15 @@ class Asker:
         self._client = httpx.AsyncClient(timeout=120)
 
     async def ask(self, model: str) -> Answer:
-        began, first_s, text = time.perf_counter(), 0.0, ""
+        began, first_s, text = time.monotonic(), 0.0, ""
         body = QUESTION | {"model": model, "stream": True}
         async with self._client.stream("POST", self._url, json=body, headers=self._headers) as answer:
             assert answer.status_code == 200, (model, await answer.aread())
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
-                    first_s = first_s or time.perf_counter() - began
+                    first_s = first_s or time.monotonic() - began
                     text += json.loads(line[6:])["choices"][0]["text"]
-        return Answer(model, first_s, text)
+        return Answer(model, began, first_s, text)
 
     async def each(self, models: list[str], at_once: int) -> list[Answer]:
         """Ask every model, `at_once` at a time."""
@@ -231,8 +264,31 @@ def beside_simulated(
     tiers = Tiers(began.pages_total * began.page_bytes, began.page_bytes, host_bytes, disk_bytes_per_s(images))
     weights = [pages[number] * began.page_bytes for number in range(len(pages))]
     took = Took.of(measured)
-    told = compared(measured, simulated(took, asked, len(PROMPT), weights, tiers))
-    return told | {"took_ms": took.ms(), "disk_gb_s": round(tiers.disk_bytes_per_s / 1e9, 2)}
+    ways = ways_s(again, {key: f"m{number}" for key, number in numbers.items()}, first_tokens(heard))
+    there_s, at_device_s, back_s, around_s = (statistics.median(part) for part in zip(*ways, strict=True))
+    told = compared(measured, simulated(took, asked, len(PROMPT), weights, tiers), around_s)
+    way = {"there": there_s, "device": at_device_s, "back": back_s, "around": around_s}
+    return told | {
+        "took_ms": took.ms(),
+        "way_ms": {name: round(1e3 * seconds, 1) for name, seconds in way.items()},
+        "disk_gb_s": round(tiers.disk_bytes_per_s / 1e9, 2),
+    }
+
+
+def ways_s(
+    again: list[Answer], names: dict[str, str], tokens: list[tuple[str, float, float]]
+) -> list[tuple[float, float, float, float]]:
+    """For each question, the seconds to the device, at the device until the first token, and back; and there and back
+    together. `names`: of the models, by key; `tokens`: see `first_tokens`."""
+    heard = defaultdict[str, list[tuple[float, float]]](list)
+    for key, arrived_s, first_s in sorted(tokens, key=lambda token: token[1]):
+        heard[names[key]].append((arrived_s, first_s))
+    ways = []
+    for answer in sorted(again, key=lambda answer: answer.asked_s):
+        arrived_s, first_s = heard[answer.model].pop(0)
+        there_s, back_s = arrived_s - answer.asked_s, answer.asked_s + answer.first_s - first_s
+        ways.append((there_s, first_s - arrived_s, back_s, there_s + back_s))
+    return ways
 
 
 def ps_s(platform: Platform) -> float:
@@ -258,11 +314,12 @@ def measure(folder: Path, count: int, at_once: int, again_count: int, gap_s: flo
         names = [*models]
         random.Random(1).shuffle(names)
         first = asyncio.run(Asker(platform).each(names, at_once))
-        memory = [memory_bytes(platform)]
+        memory = [Memory.of(platform)]
         asked, since = arrivals(again_count, count, gap_s), time.monotonic()
         again = asyncio.run(Asker(platform).at_times(asked))
         until = time.monotonic()
-        memory.append(memory_bytes(platform))
+        memory.append(Memory.of(platform))
+        kinds = by_kind(platform)
         for _ in range(20):
             api.deployments()
         ps_took_s = ps_s(platform)
@@ -273,7 +330,7 @@ def measure(folder: Path, count: int, at_once: int, again_count: int, gap_s: flo
     texts = {answer.model: answer.text for answer in first}
     differ = [answer.model for answer in again if answer.text != texts[answer.model]]
     late = sum(answer.first_s > OBJECTIVE_S for answer in (*first, *again))
-    most = max(shared + private for shared, private in memory)
+    most = max(map(sum, memory))
     bounds = (most <= 2 * GIB + MORE_BYTES_MOST, api.times_ms()[1] <= API_MS_MOST)
     return {
         "models": count,
@@ -291,8 +348,9 @@ def measure(folder: Path, count: int, at_once: int, again_count: int, gap_s: flo
         "api_ms": api.times_ms(),
         "api_calls": len(api.took_ms),
         "ps_s": round(ps_took_s, 2),
-        "memory_gib": spread((sum(pair) / GIB for pair in memory), 2),
-        "shared_gib": spread((shared / GIB for shared, _ in memory), 2),
+        "memory_gib": [round(sum(each) / GIB, 2) for each in memory],
+        "memory_mib": [each.mib() for each in memory],
+        "processes": kinds,
         "kept": not (differ or failed or late) and all(bounds),
         "tiers_simulated": beside_simulated(kept, platform.data / "images", asked, again, since, until),
         "load": load(),

@@ -185,9 +185,48 @@ async def test_a_running_process_of_a_thread_is_taken_over() -> None:
     assert await asked(made, "hello") == "hello" and only(made).process._child.pid == pid
 
 
-async def test_a_faulty_template_is_refused_at_once() -> None:
+async def test_a_faulty_template_is_refused_at_once_by_a_running_process_and_else_at_the_first_chat() -> None:
+    faulty = NotedTemplate("{% for %}", {})
     with pytest.raises(TemplateError, match="Expected"):
-        await asyncio.to_thread(ChatRenderer, NotedTemplate("{% for %}", {}), None)
+        await asyncio.to_thread(lambda: ChatRenderer(faulty, RenderingProcess()))
+    made = await asyncio.to_thread(ChatRenderer, faulty, None)
+    for said in ("first", "next"):
+        with pytest.raises(TemplateError, match="Expected"):
+            await asked(made, said)
+
+
+async def test_processes_end_without_chats_and_the_next_chat_starts_a_process(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chats, "IDLE_S", 0.2)
+    assert await asked(renderer, "first") == "<s>first"
+    first = only(renderer).process
+    held = asked(renderer, "loop", "acme")  # a process with a chat stays
+    await soon(lambda: len(renderer._processes) == 1 and not renderer._idle)
+    await asyncio.sleep(2 * chats.IDLE_S)
+    assert first.alive and not held.done()
+    with pytest.raises(TemplateError, match="did not end"):
+        await held
+    assert await asked(renderer, "next") == "<s>next"
+    await soon(lambda: not renderer._processes)
+    assert await asked(renderer, "last") == "<s>last" and only(renderer).process is not first
+
+
+async def test_chats_keep_the_process_and_a_process_without_any_chat_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chats, "IDLE_S", 1.0)
+    process = await asyncio.to_thread(RenderingProcess)
+    made = await asyncio.to_thread(ChatRenderer, NotedTemplate(TEMPLATE, {"bos": ""}), process)
+    made.watch()
+    began = asyncio.get_running_loop().time()
+    while asyncio.get_running_loop().time() < began + 2 * chats.IDLE_S:
+        assert await asked(made, "hello") == "hello" and only(made).process is process
+        await asyncio.sleep(0.05)
+    await soon(lambda: not process.alive)
+    unused = await asyncio.to_thread(RenderingProcess)
+    made = await asyncio.to_thread(ChatRenderer, NotedTemplate(TEMPLATE, {"bos": ""}), unused)
+    made.watch()
+    await soon(lambda: not unused.alive)
+    assert await asked(made, "hello") == "hello"
 
 
 async def test_a_noted_template_is_not_rendered() -> None:

@@ -19,7 +19,7 @@ from gateway.inference.endpoint import Inference
 from gateway.inference.meter import Meter
 from gateway.inference.serving import RequestServing
 from gateway.streams.relay import Relay
-from gateway.vllm import front
+from gateway.vllm import front, templates
 from gateway.vllm.bus_core import Deps
 from gateway.vllm.front import Fronts
 from store.contract import wire
@@ -153,10 +153,14 @@ def rendering() -> set[int]:
     return found
 
 
-async def test_a_dropped_front_ends_its_processes_without_a_collection_of_garbage(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(front, "FRONTS_MOST", 1)
+def forget_templates() -> None:
+    """Let the gateway forget that it found templates sound."""
+    for known in (templates._check, templates.system_first, templates.variables):
+        known.cache_clear()
+
+
+async def two_fronts(plane: Plane) -> str:
+    """Deploy two engines of one model, each with a front of its own. Returns a key of the tenant."""
     made(await plane.admin.post("/tenants", json={"name": "acme"}))
     key = made(await plane.admin.post("/tenants/acme/keys"))["key"]
     await plane.model("faq", folder=Path(FAQ))
@@ -165,17 +169,68 @@ async def test_a_dropped_front_ends_its_processes_without_a_collection_of_garbag
         body = {"tenant": "acme", "name": name, "model": "faq", "max_model_len": most}
         engines.append(made(await plane.admin.post("/deployments", json=body))["engine"])
     await runs_of(plane)
+    await plane.report({engine: ModelState(residency=Residency.RESIDENT, load_ms=1.0) for engine in engines})
     gc.collect()
+    return str(key)
+
+
+async def test_a_dropped_front_ends_its_processes_without_a_collection_of_garbage(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "FRONTS_MOST", 1)
+    key = await two_fronts(plane)
     before = rendering()
+    forget_templates()
     gc.disable()
     try:
         async with asked(plane, key) as client:
-            await plane.report({engine: ModelState(residency=Residency.RESIDENT, load_ms=1.0) for engine in engines})
             await completed(client, "long")
             (first,) = rendering() - before
+            forget_templates()
             await completed(client, "short")
             await soon(lambda: first not in rendering())
             assert len(rendering() - before) == 1
             await completed(client, "long")
     finally:
         gc.enable()
+
+
+async def test_a_front_whose_template_was_found_sound_before_has_no_process_until_the_first_chat(plane: Plane) -> None:
+    key = await two_fronts(plane)
+    async with asked(plane, key) as client:
+        await completed(client, "long")
+        before = rendering()
+        await completed(client, "short")
+        assert rendering() <= before
+        body = {"model": "short", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+        made(await client.post("/v1/chat/completions", json=body), 200)
+        assert len(rendering() - before) == 1
+
+
+async def test_a_dropped_front_ends_the_processes_of_vllms_handlers(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat that names tools is no chat of the fast way: a thread of the front asks a process for the text."""
+    monkeypatch.setattr(front, "FRONTS_MOST", 1)
+    key = await two_fronts(plane)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    chat = {"messages": [{"role": "user", "content": "hello"}], "tools": [tool], "tool_choice": "none"}
+    async with asked(plane, key) as client:
+        await completed(client, "short")
+        await completed(client, "long")
+        before = rendering()
+        made(await client.post("/v1/chat/completions", json=chat | {"model": "long", "max_tokens": 1}), 200)
+        (of_thread,) = rendering() - before
+        await completed(client, "short")
+        await soon(lambda: of_thread not in rendering())
+
+
+async def test_a_front_is_made_though_the_check_of_its_template_was_slow(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of a slow check ends: the front must not take the process over."""
+    key = await two_fronts(plane)
+    monkeypatch.setattr(templates, "PATIENCE_S", 0.0)
+    forget_templates()
+    async with asked(plane, key) as client:
+        await completed(client, "long")

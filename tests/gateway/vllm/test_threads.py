@@ -74,6 +74,19 @@ def test_what_one_tenant_has_waiting_is_bounded_and_what_was_cancelled_is_not_do
     executor.shutdown()
 
 
+def test_threads_that_rest_end_after_their_jobs_and_later_jobs_get_threads_anew() -> None:
+    executor, gate = TenantThreads(), threading.Event()
+    first = submitted(executor, "acme", threading.current_thread).result(20)
+    held = submitted(executor, "acme", gate.wait)
+    waiting = submitted(executor, "acme", threading.current_thread)
+    executor.rest()
+    gate.set()
+    assert held.result(20) and waiting.result(20) is not first
+    first.join(20)
+    assert not first.is_alive() and submitted(executor, "globex", lambda: 7).result(20) == 7
+    executor.shutdown()
+
+
 def test_what_goes_wrong_in_a_text_is_its_own_error_and_the_thread_goes_on() -> None:
     executor = TenantThreads()
     with pytest.raises(ZeroDivisionError):

@@ -284,6 +284,57 @@ def test_an_engine_comes_and_goes_while_the_heap_of_modules_stays_frozen(random_
     build.close()
 
 
+LEFT_MOST = 500  # objects of a closed engine that a search for garbage finds
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "opt"])
+def test_a_closed_engine_goes_without_a_search_for_garbage(
+    random_models: dict[str, Path], kind: str, resident: bool
+) -> None:
+    """Python's search for garbage visits the objects of every engine of the process. No model steps meanwhile."""
+    from runtime.engine.builder import Builder
+
+    build = Builder(POOL_BYTES, HOST_BYTES, prefixes=(16 << 20, 60.0))
+    build(spec(random_models[kind])).close()  # what the first engine of an architecture leaves behind stays
+    engine: VllmEngine = cast("VllmEngine", build(spec(random_models[kind])))
+    if resident:
+        awake(engine)
+        add(engine, RequestId("a"), payload(**PROMPTS["long"]))
+        drive({"": engine}, random.Random(0))
+        add(engine, RequestId("b"), payload(**PROMPTS["seeded"]))
+        engine.step()
+    gc.collect()
+    worker = engine._worker
+    parts = (engine._core, engine._scheduler, engine._blocks, worker, worker.model_runner, worker.model_runner.model)
+    left = [weakref.ref(part) for part in parts]
+    del parts, worker
+    gc.disable()
+    try:
+        engine.close()
+        assert [part() for part in left] == [None] * len(left)
+        assert gc.collect() < LEFT_MOST
+    finally:
+        gc.enable()
+    build.close()
+
+
+def test_an_engine_makes_the_blocks_of_its_cache_when_the_blocks_come_into_use(random_models: dict[str, Path]) -> None:
+    from runtime.engine.builder import Builder
+
+    build = Builder(POOL_BYTES, HOST_BYTES)
+    engine: VllmEngine = cast("VllmEngine", build(spec(random_models["llama"])))
+    blocks = engine._blocks.blocks
+    before = len([*blocks])
+    assert before < len(blocks) // 2
+    awake(engine)
+    add(engine, RequestId("a"), payload(**PROMPTS["long"]))
+    drive({"": engine}, random.Random(0))
+    assert before < len([*blocks]) < len(blocks)
+    engine.close()
+    build.close()
+
+
 @pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (8, [1, 2, 4, 8]), (48, [1, 2, 4, 8, 16, 32, 48])])
 def test_graphs_cover_every_batch_up_to_the_setting(most: int, sizes: list[int]) -> None:
     from runtime.engine.runner import graph_settings
