@@ -284,7 +284,7 @@ def test_an_engine_comes_and_goes_while_the_heap_of_modules_stays_frozen(random_
     build.close()
 
 
-LEFT_MOST = 500  # objects of a closed engine that a search for garbage finds
+LEFT_MOST = 500  # objects of a closed engine, found by a search for garbage
 
 
 @pytest.mark.parametrize("resident", [True, False])
@@ -296,7 +296,7 @@ def test_a_closed_engine_goes_without_a_search_for_garbage(
     from runtime.engine.builder import Builder
 
     build = Builder(POOL_BYTES, HOST_BYTES, prefixes=(16 << 20, 60.0))
-    build(spec(random_models[kind])).close()  # what the first engine of an architecture leaves behind stays
+    build(spec(random_models[kind])).close()  # the first engine of an architecture leaves objects behind
     engine: VllmEngine = cast("VllmEngine", build(spec(random_models[kind])))
     if resident:
         awake(engine)

@@ -36,7 +36,7 @@ def servers() -> list[psutil.Process]:
 def test_a_node_has_a_fork_server_that_comes_back_and_ends_with_the_node(settings: RuntimeSettings) -> None:
     """On the event loop of nodes, which takes fewer arguments of processes than asyncio's own."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(_comes_back(settings), 60))
+        runner.run(asyncio.wait_for(_comes_back(settings), 240))
 
 
 async def _comes_back(settings: RuntimeSettings) -> None:
