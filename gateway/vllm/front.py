@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from argparse import Namespace
 from collections import OrderedDict
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, cast
 
 from runtime.engine.settings import engine_args  # isort: skip  (sets vLLM's environment, so: first)
@@ -38,6 +38,7 @@ from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers import hf
 from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.tokenizers import registry as tokenizers
 from vllm.tool_parsers import ToolParserManager
 from vllm.transformers_utils.config import _CONFIG_REGISTRY
 from vllm.usage.usage_lib import UsageContext
@@ -71,6 +72,8 @@ hf._cached_resolve_chat_template_kwargs = templates.variables
 AnthropicServingMessages._detect_merge_inline_system = staticmethod(templates.system_first)  # type: ignore[method-assign]
 # Two formats for each front. vLLM reads a template again, on the event loop, if its format fell out of the cache.
 hf._CONTENT_FORMATS_MAXSIZE = 4 * FRONTS_MOST
+# vLLM keeps the last 128 tokenisers, some tens of MB each for a large vocabulary. A front keeps its own tokeniser.
+vars(tokenizers)["cached_get_tokenizer"] = lru_cache(maxsize=4)(tokenizers.get_tokenizer)
 yielding.install()
 
 
@@ -234,6 +237,7 @@ async def _build_front(spec: EngineSpec, tool_parser: str | None, deps: Deps, ap
     fast = await rendering(FastFront.of, llm, llm.engine_core, state)
     if fast is not None:
         fast.watch()
+    _threads(llm).rest()  # a thread that checked the template has a process, which ends with the thread
     return Front(state, app, fast)
 
 

@@ -233,7 +233,8 @@ class Builder:
             return engine
         except HostCacheFull as error:
             self._image_bytes[key] = error.asked_bytes - NOTES_BYTES
-            _let_go(error)
+            _clear(error)  # no search for garbage: there is no model yet, or the model's engine was closed
+            torch.cuda.empty_cache()
             raise NoHostRoom(str(error), error.lacks_bytes) from error
         except Exception as error:  # vLLM raises what its layers raise: pydantic, torch, safetensors, OSError, ...
             log.error("engine.not_built", model=spec.key, detail=chain(error))
@@ -420,10 +421,15 @@ def _device_memory(backend: Backend) -> tuple[int, int]:
 
 def _let_go(error: BaseException | None) -> None:
     """Collect the model of a failed build: the error's frames still hold the model."""
+    _clear(error)
+    _collect()
+
+
+def _clear(error: BaseException | None) -> None:
+    """Let go of what the frames of an error, and of the errors underneath, hold."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-    _collect()
 
 
 def _collect() -> None:

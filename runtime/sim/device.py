@@ -80,6 +80,7 @@ class SimulatedDevice:
         self.fetches = 0
         self._in_host_cache: dict[ModelKey, int] = {}  # bytes of each image, if the profile has tiers
         self._read_at: dict[ModelKey, float] = {}  # when the reading of a model's image from disk ends, until a fetch
+        self._new: set[ModelKey] = set()  # engines that no check has asked yet
         self.disk_loads = 0  # images that came from disk
         self._disk_at = 0.0  # when the disk has read everything asked for so far
         self._segment: StepSegment | None = None
@@ -326,6 +327,9 @@ class SimulatedDevice:
                 case Check(model):
                     engine = self.engines[model]
                     took_s = engine.costs.prefill(16) + CHECK_STEPS * engine.costs.step(1, 24)
+                    if model in self._new:  # a new engine is asked at its last positions, too
+                        self._new.remove(model)
+                        took_s *= 2
                     self._occupied = True
                     self.busy_s += took_s
                     self._later(took_s, self._checked, model)
@@ -400,12 +404,14 @@ class SimulatedDevice:
         engine.tell()
         self._in_host_cache.pop(model, None)
         self._read_at.pop(model, None)
+        self._new.discard(model)
         return Closed(model)
 
     def _built(self, model: ModelKey) -> None:
         assert self.profile.tiers is not None
         engine, took_s = self.engines[model], self.profile.tiers.build_s
         self._occupied = False
+        self._new.add(model)
         self.happen(Built(model, took_s, engine.weights_pages, 1, engine.tell(), source=WeightSource.DISK))
 
     def _fetch(self, fetch: Fetch) -> None:

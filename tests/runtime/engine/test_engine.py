@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import pytest
 
 from runtime.core.device.request import RequestId
-from runtime.core.engine import BadRequest, Engine, EngineError
+from runtime.core.engine import BadRequest, Engine, EngineError, NoHostRoom
 from runtime.memory.native import FaultPoint
 from store.contract.wire import Finish
 from tests.runtime.engines import add, awake, drive, payload, spec, tokens, until
@@ -316,6 +317,28 @@ def test_a_closed_engine_goes_without_a_search_for_garbage(
         assert gc.collect() < LEFT_MOST
     finally:
         gc.enable()
+    build.close()
+
+
+def test_a_build_without_room_in_the_host_cache_searches_for_no_garbage(random_models: dict[str, Path]) -> None:
+    """A device with models on disk has such a build for nearly every model that comes up: room is made afterwards."""
+    from runtime.engine.builder import Builder
+
+    build = Builder(POOL_BYTES, 8 << 20)
+    searches: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            searches.append(info["generation"])
+
+    large = msgspec.structs.replace(spec(random_models["llama"]), weight_bytes=64 << 20)
+    gc.callbacks.append(note)
+    try:
+        with pytest.raises(NoHostRoom):
+            build(large)
+        assert 2 not in searches
+    finally:
+        gc.callbacks.remove(note)
     build.close()
 
 
