@@ -230,11 +230,12 @@ async def _build_front(spec: EngineSpec, tool_parser: str | None, deps: Deps, ap
         state.openai_serving_models, state.online_renderer, chat_template=template, chat_template_content_format="auto"
     )
     state.enable_server_load_tracking = False
+    fast: FastFront | None = None
     if spec.pools:
         await rendering(pooling.init_state, llm, state, args)
-        return Front(state, app, None)
-    await init_generate_state(llm, state, args, None, ("generate",), {})
-    fast = await rendering(FastFront.of, llm, llm.engine_core, state)
+    else:
+        await init_generate_state(llm, state, args, None, ("generate",), {})
+        fast = await rendering(FastFront.of, llm, llm.engine_core, state)
     if fast is not None:
         fast.watch()
     _threads(llm).rest()  # a thread that checked the template has a process, which ends with the thread

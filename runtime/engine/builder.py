@@ -102,8 +102,7 @@ class Meta(msgspec.Struct, frozen=True):
 def freeze_heap() -> None:
     """Take every object of now, modules above all, out of later collections. To be called while there is no engine.
 
-    The objects of engines stay: some thousand for each engine, so a collection at the end of an engine takes
-    milliseconds."""
+    The objects of engines stay: a collection now and then finds what closed engines have left (`take_apart`)."""
     gc.collect()
     gc.freeze()
 

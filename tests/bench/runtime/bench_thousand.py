@@ -129,8 +129,7 @@ class Memory(NamedTuple):
         own, libraries, files = 0, 0, dict[tuple[int, int], int]()
         for process in platform.everyone():
             with contextlib.suppress(OSError):  # the process has ended
-                told = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
-                kib = {line.split(":")[0]: int(line.split()[1]) for line in told}
+                kib = shares_kib(process)
                 own, libraries = own + 1024 * kib["Pss_Anon"], libraries + 1024 * kib["Pss_File"]
             with contextlib.suppress(OSError):
                 for file in Path(f"/proc/{process.pid}/fd").iterdir():
@@ -143,16 +142,22 @@ class Memory(NamedTuple):
         return {name: size >> 20 for name, size in self._asdict().items()}
 
 
+def shares_kib(process: psutil.Process) -> dict[str, int]:
+    """Memory of a process in KiB by the kernel's names. `Pss`: a page of n processes counts as an n-th of a page.
+
+    Raises OSError if the process has ended."""
+    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
+    return {line.split(":")[0]: int(line.split()[1]) for line in lines}
+
+
 def by_kind(platform: Platform) -> dict[str, tuple[int, int]]:
     """Number and anonymous MiB of the platform's processes, by the program."""
     found = defaultdict[str, list[int]](list)
     for process in platform.everyone():
         with contextlib.suppress(psutil.Error, OSError):
-            words = process.cmdline()
-            told = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-            (kib,) = (int(line.split()[1]) for line in told.splitlines() if line.startswith("Pss_Anon:"))
+            words = " ".join(process.cmdline()).split()  # a forked process has its command in one word
             name = words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name
-            found[name].append(kib)
+            found[name].append(shares_kib(process)["Pss_Anon"])
     return {name: (len(each), sum(each) >> 10) for name, each in sorted(found.items())}
 
 
