@@ -10,10 +10,11 @@ import asyncio
 import select
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from store.contract import views, wire
 from store.contract.device_bytes import DeviceBytes
@@ -232,6 +233,26 @@ class State(msgspec.Struct, frozen=True, tag="State"):
     switch_times: wire.Spread = wire.Spread()
 
 
+class StateChange(msgspec.Struct, frozen=True, tag="StateChange"):
+    """A State on its way through the pipe: of a thousand models, few change from one state to the next."""
+
+    state: State  # the models that are new or have changed since the last state; and everything else of the state
+    gone: list[str] = []  # models of the last state that are there no longer
+
+    @classmethod
+    def between(cls, last: Mapping[str, wire.ModelState], state: State) -> StateChange:
+        """Return the change that leads from the models of the last state, `last`, to `state`."""
+        changed = {key: model for key, model in state.models.items() if last.get(key) != model}
+        return cls(structs.replace(state, models=changed), [key for key in last if key not in state.models])
+
+    def after(self, last: Mapping[str, wire.ModelState]) -> State:
+        """Return the whole state. Models that have not changed are the same objects as in `last`."""
+        models = {**last, **self.state.models}
+        for key in self.gone:
+            del models[key]
+        return structs.replace(self.state, models=models)
+
+
 class Passed(msgspec.Struct, frozen=True, tag="Passed"):
     """Uses of the device's time since the last Passed; sent ahead of each State.
 
@@ -265,10 +286,10 @@ ToNode = (
 
 _encoder = msgspec.msgpack.Encoder()
 _to_device = msgspec.msgpack.Decoder(ToDevice)
-_to_node = msgspec.msgpack.Decoder(ToNode)
+_to_node = msgspec.msgpack.Decoder(ToNode | StateChange)
 
 
-def _framed(message: ToDevice | ToNode) -> bytes:
+def _framed(message: ToDevice | ToNode | StateChange) -> bytes:
     data = _encoder.encode(message)
     return _LENGTH.pack(len(data)) + data
 
@@ -289,6 +310,7 @@ class DeviceEnd:
         self._socket = end
         self._in = bytearray()
         self._out = bytearray()
+        self._models: dict[str, wire.ModelState] = {}  # of the last state sent
         self.closed = False
 
     @property
@@ -297,7 +319,11 @@ class DeviceEnd:
         return len(self._out)
 
     def send(self, message: ToNode) -> None:
-        self._out += _framed(message)
+        if isinstance(message, State):
+            last, self._models = self._models, message.models
+            self._out += _framed(StateChange.between(last, message))
+        else:
+            self._out += _framed(message)
         self.flush()
 
     def flush(self) -> None:
@@ -351,6 +377,7 @@ class NodeEnd:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+        self._models: dict[str, wire.ModelState] = {}  # of the last state received
 
     @classmethod
     async def open(cls, end: socket.socket) -> NodeEnd:
@@ -365,7 +392,11 @@ class NodeEnd:
         try:
             while True:
                 (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-                yield _to_node.decode(await self._reader.readexactly(length))
+                message = _to_node.decode(await self._reader.readexactly(length))
+                if isinstance(message, StateChange):
+                    message = message.after(self._models)
+                    self._models = message.models
+                yield message
         except (asyncio.IncompleteReadError, ConnectionError):
             return
 

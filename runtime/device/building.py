@@ -7,7 +7,7 @@ process of its own (runtime/imaging.py), and the device then builds the engine a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -83,17 +83,18 @@ class BuildPace:
 
     def __init__(self) -> None:
         self._last: deque[tuple[int, float]] = deque(maxlen=PACED)  # bytes of the weights, seconds
+        self._s_per_byte = self._shortest_s = 0.0  # of these builds
 
     def note(self, weight_bytes: int, took_s: float) -> None:
         """Note that an engine with weights of `weight_bytes` bytes was built in `took_s` seconds."""
         self._last.append((max(1, weight_bytes), took_s))
+        times = [took_s for _, took_s in self._last]
+        self._s_per_byte = sum(times) / sum([size for size, _ in self._last])
+        self._shortest_s = min(times)
 
     def expected_s(self, weight_bytes: int) -> float | None:
         """Seconds for a build at the speed of the last builds, and no less than their shortest; None: not known."""
-        if not self._last:
-            return None
-        speed = sum(took_s for _, took_s in self._last) / sum(size for size, _ in self._last)
-        return max(weight_bytes * speed, min(took_s for _, took_s in self._last))
+        return max(weight_bytes * self._s_per_byte, self._shortest_s) if self._last else None
 
 
 class Builds:
@@ -168,12 +169,12 @@ class Builds:
             self._untidy = False
             heap.trim()
 
-    def queued(self, models: Sequence[tuple[Model, ModelState]]) -> dict[str, ModelState]:
-        """Return the states by model, with places in the queue of builds and times until the engines are built.
+    def queued(self, models: Mapping[ModelKey, Model], states: dict[str, ModelState]) -> dict[str, ModelState]:
+        """Write places in the queue of builds, and times until the engines are built, into the states of the models.
 
-        The time of a build under way counts from the order for the build, or from the end of the build before."""
-        states = {str(model.key): state for model, state in models}
-        due = {model.key: model.spec for model, _ in models if model.builds}
+        The time of a build under way counts from the order for the build, or from the end of the build before.
+        Returns `states`."""
+        due = {key: model.spec for key, model in models.items() if model.builds}
         ordered = self._orders.queue if self._orders is not None else []
         begun = [model for model in self._slices if model in due]
         queue = [*dict.fromkeys([*begun, *(model for model in ordered if model in due), *due])]

@@ -56,7 +56,7 @@ from runtime.core.device.events import (
     Withdrawn,
 )
 from runtime.core.device.instance import Instance
-from runtime.core.device.model import Model, Phase
+from runtime.core.device.model import Phase
 from runtime.core.device.pages import Pages
 from runtime.core.device.request import ModelKey, Request, RequestId, request_id
 from runtime.core.engine import Engine, ImageLost
@@ -73,6 +73,7 @@ from runtime.device.building import Builds, Checks, ImageOrders, reason
 from runtime.device.journal import BeginRecord as JournalBegan
 from runtime.device.journal import DecisionJournal, Recorded
 from runtime.device.reading import Readings
+from runtime.device.states import ModelStates
 from runtime.device.stepping import Stepping
 from runtime.group.group import GroupBuild, Others
 from runtime.ipc import (
@@ -98,7 +99,7 @@ from runtime.ipc import (
 )
 from runtime.migration.handover import Handover
 from store.contract.views import Stage, Use
-from store.contract.wire import Course, Delta, EngineSpec, ModelState, Residency
+from store.contract.wire import Course, Delta, EngineSpec, Residency
 from store.files.records import appended
 from store.telemetry import observe
 
@@ -149,6 +150,7 @@ class Device:
         self._engines: dict[ModelKey, Engine] = {}
         self._unfit: set[ModelKey] = set()  # models with a failed engine: nothing is asked of the engine but to close
         self._readings = Readings(self._engines)
+        self._states = ModelStates(self.instance, self._engines, build.on_disk, clock)
         self._transfers: dict[ModelKey, Ask] = {}  # by model, a call that looks whether the transfer is over
         self._made: dict[str, list[Delta]] = {}
         self._state: State | None = None  # the last state sent
@@ -464,7 +466,7 @@ class Device:
             pages_used=pages.used,
             device_bytes=self._build.device_bytes(),
             block_tokens=self._build.block_tokens,
-            models=self._builds.queued([(model, self._model_state(model)) for model in self.instance.models.values()]),
+            models=self._builds.queued(self.instance.models, self._states.all()),
             attainment=dict(self.instance.requests.attainment.totals),
             accounts=self.account.shown(self._clock(), len(self.instance.requests) > 0),
             wakes={source: times.shown() for source, times in self._clocks.wakes.items()},
@@ -488,13 +490,6 @@ class Device:
         models = {engine.owners[0]: str(key) for key, engine in self._engines.items()}
         caches = {engine.owners[1]: str(key) for key, engine in self._engines.items()}
         self._pipe.send(Mapped(self._build.page_map(models, caches)))
-
-    def _model_state(self, model: Model) -> ModelState:
-        engine = self._engines.get(model.key)
-        state = model.state(self.instance.pages.of(model.key), engine.kv_fragmentation() if engine else 0.0)
-        if state.residency is Residency.COLD and self._build.on_disk(model.spec):
-            return structs.replace(state, on_disk=True)
-        return state
 
     def _rest(self) -> None:
         """Sleep until a command comes, a transfer is over or a model's idle time is up: the device has no work."""

@@ -136,7 +136,7 @@ class DiskCache:
         self._start = threading.Lock()
         self._paused_until = 0.0
         self._counts = {"reads": 0, "writes": 0, "torn": 0, "evictions": 0}
-        self._listed: tuple[float, frozenset[str], int] = (float("-inf"), frozenset(), 0)
+        self._listed: tuple[float, frozenset[str]] = (float("-inf"), frozenset())
         self._quiet = (
             threading.Event()
         )  # set while nobody reads: a reader keeps requests waiting, and the writer nobody
@@ -173,7 +173,7 @@ class DiskCache:
 
     def has(self, key: ImageKey) -> bool:
         """Whether the disk has the image, as of at most LISTED_S seconds ago."""
-        return str(key) + IMAGE in self._list()[1]
+        return str(key) + IMAGE in self._list()
 
     def lose(self, key: ImageKey, error: Exception) -> None:
         """Remove a damaged image: the next build reads the model's own files."""
@@ -223,7 +223,10 @@ class DiskCache:
         return bool(self._pending)
 
     def stats(self) -> DiskStats:
-        _, names, size = self._list()
+        names, size = self._list(), 0
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += (self.folder / name).stat().st_size
         return DiskStats(limit_bytes=self.limit_bytes, bytes=size, images=len(names), **self._counts)
 
     def close(self) -> None:
@@ -359,21 +362,17 @@ class DiskCache:
     def _part_path(self, key: ImageKey) -> Path:
         return self.folder / f"{key}{PART}"
 
-    def _list(self) -> tuple[float, frozenset[str], int]:
-        listed = self._listed
-        if time.monotonic() - listed[0] > LISTED_S:
-            names, size = set(), 0
-            with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
-                for entry in entries:
-                    if entry.name.endswith(IMAGE):
-                        names.add(entry.name)
-                        with contextlib.suppress(OSError):
-                            size += entry.stat().st_size
-            listed = self._listed = time.monotonic(), frozenset(names), size
-        return listed
+    def _list(self) -> frozenset[str]:
+        """Names of the images' files, as of at most LISTED_S seconds ago."""
+        if time.monotonic() - self._listed[0] > LISTED_S:
+            names: list[str] = []
+            with contextlib.suppress(OSError):
+                names = os.listdir(self.folder)
+            self._listed = time.monotonic(), frozenset([name for name in names if name.endswith(IMAGE)])
+        return self._listed[1]
 
     def _forget_list(self) -> None:
-        self._listed = float("-inf"), frozenset(), 0
+        self._listed = float("-inf"), frozenset()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from runtime.ipc import DeviceEnd, Made, NodeEnd, Order, Quit, State, pair
-from store.contract.wire import Delta
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.ipc import DeviceEnd, Made, NodeEnd, Order, Quit, State, StateChange, pair
+from store.contract.wire import Delta, ModelState, Residency
+
+STATES = st.builds(ModelState, residency=st.sampled_from(Residency), tokens=st.integers(0, 1))
 
 
 async def test_messages_arrive_whole_and_in_order_both_ways() -> None:
@@ -26,6 +31,34 @@ async def test_messages_arrive_whole_and_in_order_both_ways() -> None:
     messages = node.messages()
     assert await anext(messages) == State("a", 3, {})
     assert await anext(messages) == Made({"g": [Delta(1, [2, 3], 0)]})
+    node.close()
+    theirs.close()
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abcd"), STATES)))
+def test_of_each_state_only_changes_go_through_the_pipe_and_the_node_has_the_whole(
+    states: list[dict[str, ModelState]],
+) -> None:
+    """A model that has not changed stays the same object at the node, which then compares states of models fast."""
+    sent: dict[str, ModelState] = {}
+    heard: dict[str, ModelState] = {}
+    for number, models in enumerate(states):
+        change = StateChange.between(sent, State(switches=number, models=models))
+        assert all(sent.get(key) != model for key, model in change.state.models.items())
+        whole = change.after(heard)
+        assert whole == State(switches=number, models=models)
+        assert all(whole.models[key] is heard[key] for key in models if models[key] == sent.get(key))
+        sent, heard = models, whole.models
+
+
+async def test_the_node_hears_whole_states() -> None:
+    ours, theirs = pair()
+    device, node = DeviceEnd(theirs), await NodeEnd.open(ours)
+    cold, staged = ModelState(residency=Residency.COLD), ModelState(residency=Residency.STAGED)
+    messages = node.messages()
+    for models in ({"a": cold, "b": cold}, {"a": cold, "b": staged}, {"b": staged}, {"b": staged}, {}, {"a": cold}):
+        device.send(State(models=models))
+        assert await anext(messages) == State(models=models)
     node.close()
     theirs.close()
 

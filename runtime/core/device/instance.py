@@ -83,20 +83,19 @@ class Instance:
         self.models: dict[ModelKey, Model] = {}
         self.pages = pages
         self.turn: Turn | None = None
-        self.switches = 0
-        self.moves = 0  # how often a model changed its phase
+        self.switches = self.moves = 0  # changes of the turn's holder, and of a model's phase
         self.account = account  # None: the device's time is not accounted for
         self._turns, self._costs = turns, costs
         self._rooms, self._host_room = Rooms(), HostRoom()
+        self.filed = self._rooms.filed  # models that may have changed; a reader of states empties the set
         self._staging = StagingPlans(self._host_room, by_history)
         self.requests = Requests(self._rooms, pages.total)
         self._fetching: ModelKey | None = None
-        self._turn_no = 0
         self._room_pages = 0.0  # pages that the last order of turns leaves to tenants over their share
         self._busy = False  # whether a device effect is under way
         self._step_due = False  # whether a step comes before the next part of a build or check
         self._changed = False  # whether anything but a step like the last step happened since the last decision
-        self._tick_at = _NEVER
+        self._turn_no, self._tick_at = 0, _NEVER
 
     def next_tick(self) -> float | None:
         """Time, in seconds on the monotonic clock, to call `decide` again without an event; None: wait for an event."""
@@ -152,6 +151,7 @@ class Instance:
                 return self._order(key, awake, now)
             case Warmed(key, warm):
                 self._staging.order(self.models.get(key), warm, now)
+                self.filed.add(key)
                 return []
             case Built():
                 return self._built(self.models[event.model], event, now)

@@ -245,17 +245,27 @@ class Model:
         idle_s = 0.0 if self.wish is Wish.ASLEEP else self.spec.idle_s
         return None if idle_s is None else self.used_at + idle_s
 
-    def check(self, where: str, held: Held) -> None:
-        """Assert what holds of the model alone between two events. `where` names the model, `held` are its pages."""
-        inside, demand = self.queues.running or self.queues.leaving, self.demand
-        assert held == Held() or self.phase in WITH_PAGES, f"{where} holds {held}"
-        assert not inside or self.phase in WITH_ENGINE, f"{where} has requests in an engine it lacks"
-        assert not (demand.stuck or demand.fresh) or self.phase is Phase.RESIDENT, f"{where} is stuck or fresh"
-        assert not (demand.stuck and not self.has_requests), f"{where} is stuck without requests"
-        assert not demand.lacks_room or self.phase is Phase.COLD, f"{where} has an image and waits for room"
-        assert self.wish is not Wish.AWAKE or self.phase is not Phase.RESIDENT, f"{where} is to become it again"
-        assert self.wish is not Wish.ASLEEP or not self.has_requests, f"{where} is to sleep amid its requests"
-        self.queues.check(where)
+    @property
+    def at_rest(self) -> bool:
+        """Whether the model has no engine and no requests, and no engine is being built."""
+        return (self.phase is Phase.COLD or self.phase is Phase.FAILED) and not self.has_requests
+
+    @property
+    def where(self) -> str:
+        """The model and its phase, for errors."""
+        return f"{self.key} in {self.phase.name}"
+
+    def check(self, held: Held) -> None:
+        """Assert what holds of the model alone between two events. `held` are the model's pages."""
+        inside, demand, phase = self.queues.running or self.queues.leaving, self.demand, self.phase
+        assert held == Held() or phase in WITH_PAGES, f"{self.where} holds {held}"
+        assert not inside or phase in WITH_ENGINE, f"{self.where} has requests in an engine it lacks"
+        assert not (demand.stuck or demand.fresh) or phase is Phase.RESIDENT, f"{self.where} is stuck or fresh"
+        assert not (demand.stuck and not self.has_requests), f"{self.where} is stuck without requests"
+        assert not demand.lacks_room or phase is Phase.COLD, f"{self.where} has an image and waits for room"
+        assert self.wish is not Wish.AWAKE or phase is not Phase.RESIDENT, f"{self.where} is to become it again"
+        assert self.wish is not Wish.ASLEEP or not self.has_requests, f"{self.where} is to sleep amid its requests"
+        self.queues.check(self.key)
 
     def fail(self, error: str, now: float, mends: bool) -> None:
         """Note that the model cannot serve because of `error`; see `ModelFailures.note` for the next try."""

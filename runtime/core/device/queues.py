@@ -47,10 +47,12 @@ class Queues:
             request = self.waiting.pop(id) if id in self.waiting else self.leaving.pop(id)
         return request
 
-    def check(self, where: str) -> None:
-        """Assert that the sums are those of the running requests. `where` names the model."""
-        running = self.running.values()
-        assert self.context == sum(request.context for request in running), f"{where} lost count"
-        assert self.prompts == sum(not request.computed for request in running), f"{where} lost count"
-        high = sum(request.objective.high for request in running)
-        assert self.high == high, f"{where} lost count"
+    def check(self, model: str) -> None:
+        """Assert that the sums are those of the running requests. `model` names the model in the error."""
+        context = prompts = high = 0
+        for request in self.running.values():
+            context += request.context
+            prompts += not request.computed
+            high += request.objective.high
+        counted = self.context, self.prompts, self.high
+        assert counted == (context, prompts, high), f"{model} lost count: {counted}"

@@ -18,11 +18,13 @@ class Rooms:
         self.resting: dict[ModelKey, Model] = {}  # models without work that time or an operator may change
         self.upkeep: dict[ModelKey, Model] = {}  # models to be built, checked or closed
         self.unbuilt: dict[ModelKey, Model] = {}  # models to be built once there are pages for the build
+        self.filed: set[ModelKey] = set()  # models that were filed or removed; see Instance.filed
 
     def file(self, model: Model) -> None:
         """Put the model into its rooms. Call whenever the model's phase or wish has changed, or whether it has
         requests."""
         key, phase = model.key, model.phase
+        self.filed.add(key)
         if model.works:
             self.working[key] = model
             self.resting.pop(key, None)
@@ -51,6 +53,7 @@ class Rooms:
     def remove(self, key: ModelKey) -> None:
         for room in (self.working, self.resting, self.upkeep, self.unbuilt):
             room.pop(key, None)
+        self.filed.add(key)
 
     def first_upkeep(self) -> Model:
         """First model whose upkeep comes before any step: models to close, whose pages come back, then models to check,
@@ -73,9 +76,8 @@ class Rooms:
         """Assert what holds of each model between two events, and that no model but `fetching` is fetched."""
         fetched = []
         for model in models:
-            where = f"{model.key} in {model.phase.name}"
-            model.check(where, pages.of(model.key))
-            assert model.works == (model.key in self.working), f"{where} is in the wrong room"
+            model.check(pages.of(model.key))
+            assert model.works == (model.key in self.working), f"{model.where} is in the wrong room"
             fetched += [model.key] if model.phase is Phase.FETCHING else []
         assert fetched == [fetching] * (fetching is not None), f"{fetched} are fetched at once"
 

@@ -240,7 +240,10 @@ class Node:
             data += chunk
             while len(data) >= 4 and len(data) >= 4 + int.from_bytes(data[:4], "little"):
                 end = 4 + int.from_bytes(data[:4], "little")
-                self._note(ipc._to_node.decode(bytes(data[4:end])))
+                message = ipc._to_node.decode(bytes(data[4:end]))
+                if isinstance(message, ipc.StateChange):
+                    message = message.after(self.states[-1].models if self.states else {})
+                self._note(message)
                 del data[:end]
 
     def _note(self, message: ipc.ToNode) -> None:
