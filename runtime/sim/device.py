@@ -107,6 +107,9 @@ class SimulatedDevice:
         world = self.world
         self.engines[model] = SimulatedEngine(self.costs[model], self.profile.page_bytes, self.profile.block_tokens)
         self.instance.hear(Placed(world.specs[model], prove=False), world.now)
+        tiers, loads = self.profile.tiers, self.instance.models[model].loads
+        if tiers is not None and tiers.fetched is not None:
+            loads.proved, loads.fetches = False, tiers.fetched
 
     # ── the fleet's ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -331,8 +334,7 @@ class SimulatedDevice:
                         self._new.remove(model)
                         took_s *= 2
                     self._occupied = True
-                    self.busy_s += took_s
-                    self._later(took_s, self._checked, model)
+                    self._later(took_s, self._checked, (model, took_s))
                 case Build(spec):
                     self._build(ModelKey(spec.key))
                 case StageImage(spec):
@@ -439,8 +441,10 @@ class SimulatedDevice:
         engine.kv = 0
         self.happen(Parked(model, engine.tell()))
 
-    def _checked(self, model: ModelKey) -> None:
+    def _checked(self, what: tuple[ModelKey, float]) -> None:
+        model, took_s = what
         self._occupied = False
+        self.busy_s += took_s
         self.happen(Checked(model, None, self.engines[model].tell()))
 
     def _show(self, lane: Literal["compute", "copy"], model: ModelKey, what: str, began: float) -> None:

@@ -14,6 +14,7 @@ from runtime.core.fleet.cluster import Rules
 from runtime.core.fleet.scaling import Band
 from runtime.core.ledgers.costs import ImageTiers, ModelSize, load_profile
 from runtime.core.turns.slack import Slack
+from runtime.sim.device import CHECK_STEPS
 from runtime.sim.dispatch.base import Dispatch
 from runtime.sim.dispatch.baselines import Freest, InTurns
 from runtime.sim.dispatch.gateways import GatewayDispatch
@@ -107,6 +108,20 @@ def test_images_come_up_before_requests_that_come_in_a_rhythm() -> None:
     told = results[True]
     assert isinstance(told.staged, int) and isinstance(told.staged_unused, int)
     assert told.staged > 10 and told.staged_unused <= 2
+
+
+def test_the_first_fetches_of_a_model_are_checked_on_a_device_that_has_to_prove_the_model() -> None:
+    """The host cache has room for one of four images: each request waits for a fetch. A new engine is asked twice."""
+    workload, first_s = rhythmic(80.0, 16), dict[int | None, list[float]]()
+    for fetched in (None, 1, 3):
+        tiers = ImageTiers(host_cache_bytes=8 * PAGE, disk_bytes_per_s=8 * PAGE / 0.2, fetched=fetched)
+        world = World(workload, replace(profile(10), tiers=tiers), Slack, InTurns(), 1, Objective(), checks=True)
+        world.run(600.0)
+        world.check()
+        first_s[fetched] = [request.progress.first_at - request.arrived_at for request in world.requests]
+    check_s = 2 * (COSTS.prefill(16) + CHECK_STEPS * COSTS.step(1, 24))
+    assert first_s[1] == pytest.approx([wait_s + check_s for wait_s in first_s[None][:8]] + first_s[None][8:])
+    assert first_s[3] == pytest.approx(first_s[None])
 
 
 def test_without_images_on_disk_results_say_nothing_about_them() -> None:

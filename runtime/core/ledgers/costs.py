@@ -141,6 +141,7 @@ class ImageTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     build_s: NotNegative = 0.1  # time to make an engine around an image
     close_s: NotNegative = 0.0  # time to close an engine
     by_history: bool = False  # images come up before requests, by the history of requests
+    fetched: int | None = None  # fetches of each model so far, the first of which are checked; None: proved elsewhere
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

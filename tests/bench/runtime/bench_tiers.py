@@ -95,12 +95,14 @@ class Took(NamedTuple):
 
 
 class Tiers(NamedTuple):
-    """Bytes of the device's pool, of a page and of the host cache, and the rate in bytes a second of the disk."""
+    """Bytes of the device's pool, of a page and of the host cache, the rate in bytes a second of the disk, and the
+    fetches of each model before: None if the checks that follow the first fetches are over."""
 
     pool_bytes: int
     page_bytes: int
     host_bytes: int
     disk_bytes_per_s: float
+    fetched: int | None = None
 
 
 def arrivals(count: int, models: int, gap_s: float) -> list[Arrival]:
@@ -216,6 +218,7 @@ def simulated(
             build_s=took.build,
             close_s=took.close,
             by_history=True,
+            fetched=tiers.fetched,
         ),
         models=costs,
     )
