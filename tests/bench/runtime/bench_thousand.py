@@ -7,12 +7,16 @@ order, `--asked` at a time. Last, `--again` questions come at random times, `--g
 random model. The answers must agree, and the time to the first token is held against the objective of the deployment.
 
 The questions at random times go to a simulated device as well, with costs measured in the same run (bench_tiers.py).
-The way through the gateway is not simulated: the median of the measured ways there and back is added to the simulated
-time. The simulated host cache begins empty, the measured one with the images asked for last, less than a tenth of all.
+Both devices check a model after each of the model's first three fetches, and the simulated models were fetched as often
+before as the measured models in the median. The way through the gateway is not simulated: the median of the measured
+ways there and back is added to the simulated time. The simulated host cache begins empty, the measured one with the
+images asked for last, less than a tenth of all.
 
 The answer has the seconds of the deployments, the tiers in which the models were then, the times to the first token;
 how long the API answered, in the median, the 99th percentile and at most; the memory of all processes together, every
-page counted once; the time of `staccato ps`; and the median time to the first token and the images per minute that came
+page counted once; the time of `staccato ps`; for pages of the dashboard in a browser (none without Chromium), the time
+until the page shows the models, the longest task of the browser while the page is looked at, and the time until a typed
+filter has taken effect; and the median time to the first token and the images per minute that came
 from disk, measured and simulated. Bounds: no model fails, every answer agrees, no first token comes later than the
 objective, memory stays below the host cache and 2 GiB more, the API's 99th percentile below 200 ms; and simulated
 figures within a factor of 1.5.
@@ -28,6 +32,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -44,7 +49,7 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
 from deploy.demo.random_weights import ARCHITECTURES, write_random  # noqa: E402
-from runtime.core.device.events import Built, Placed  # noqa: E402
+from runtime.core.device.events import Built, Fetched, Placed  # noqa: E402
 from runtime.device import journal  # noqa: E402
 from tests.bench.runtime.bench_tiers import (  # noqa: E402
     Arrival,
@@ -85,6 +90,21 @@ def write_models(folder: Path, count: int) -> dict[str, Path]:
             write_random(path, kind, seed=number, **SHAPE)
         models[name] = path
     return models
+
+
+LOOK_S = 10.0  # at a page of the dashboard
+SHOWN_MS_MOST = 120_000
+WATCH_TASKS = """
+window.longest = 0;
+new PerformanceObserver((list) => {
+  for (const task of list.getEntries()) window.longest = Math.max(window.longest, task.duration);
+}).observe({ type: 'longtask', buffered: true });
+"""
+SHOWN = {  # what each page shows once the page has heard of `count` models
+    "now": "(count) => document.querySelector('#totals').textContent.replaceAll(',', '').includes(`${count} models`)",
+    "deployments": "(count) => document.querySelectorAll('tbody tr').length === count",
+    "cold-starts": "(count) => document.querySelectorAll('tbody tr').length > 0",
+}
 
 
 class Api:
@@ -263,10 +283,12 @@ def beside_simulated(
             numbers[event.spec.key] = int(Path(event.spec.path).name.removeprefix("m"))
         elif isinstance(event, Built):
             pages[numbers[event.model]] = event.weights_pages
+    fetched = Counter(event.model for at, event in events if at < since and isinstance(event, Fetched))
     heard = [(at, event) for at, event in events if since <= at <= until]
     measured = Measured([answer.first_s for answer in again], until - since, heard)
     host_bytes = int(SETTINGS["STACCATO_HOST_CACHE"].removesuffix("GiB")) * GIB
-    tiers = Tiers(began.pages_total * began.page_bytes, began.page_bytes, host_bytes, disk_bytes_per_s(images))
+    rate, before = disk_bytes_per_s(images), round(statistics.median(fetched.values()))
+    tiers = Tiers(began.pages_total * began.page_bytes, began.page_bytes, host_bytes, rate, before)
     weights = [pages[number] * began.page_bytes for number in range(len(pages))]
     took = Took.of(measured)
     ways = ways_s(again, {key: f"m{number}" for key, number in numbers.items()}, first_tokens(heard))
@@ -276,7 +298,8 @@ def beside_simulated(
     return told | {
         "took_ms": took.ms(),
         "way_ms": {name: round(1e3 * seconds, 1) for name, seconds in way.items()},
-        "disk_gb_s": round(tiers.disk_bytes_per_s / 1e9, 2),
+        "fetched_before": before,
+        "disk_gb_s": round(rate / 1e9, 2),
     }
 
 
@@ -304,6 +327,39 @@ def ps_s(platform: Platform) -> float:
     return time.perf_counter() - began
 
 
+def dashboard(platform: Platform, count: int) -> dict[str, float]:
+    """Milliseconds of the dashboard with `count` models: see the bench's answer."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        return {}
+    from playwright.sync_api import sync_playwright
+
+    found: dict[str, float] = {}
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        tab = browser.new_page(viewport={"width": 1280, "height": 800})
+        tab.add_init_script(WATCH_TASKS)
+        tab.goto(f"{platform.url}/dashboard")
+        tab.fill("#key", platform.admin_key)
+        tab.keyboard.press("Enter")
+        tab.wait_for_selector("#page")
+        for page, shown in SHOWN.items():
+            began = time.perf_counter()
+            tab.click(f"#to-{page}")
+            tab.wait_for_function(shown, arg=count, polling=10, timeout=SHOWN_MS_MOST)
+            found[f"{page}_shown"] = 1e3 * (time.perf_counter() - began)
+            tab.wait_for_timeout(1e3 * LOOK_S)
+            found[f"{page}_longest_task"] = tab.evaluate("() => { const most = longest; longest = 0; return most; }")
+        tab.click("#to-deployments")
+        tab.wait_for_function(SHOWN["deployments"], arg=count, polling=10, timeout=SHOWN_MS_MOST)
+        began = time.perf_counter()
+        tab.locator("input[type=search]").press_sequentially(f"m{count - 1}")
+        tab.wait_for_function(SHOWN["deployments"], arg=1, polling=10)
+        found["filtered"] = 1e3 * (time.perf_counter() - began)
+        browser.close()
+    return {name: round(ms) for name, ms in found.items()}
+
+
 def measure(folder: Path, count: int, at_once: int, again_count: int, gap_s: float) -> dict[str, object]:
     models = write_models(folder / "models", count)
     weights = sum(file.stat().st_size for path in models.values() for file in path.glob("*.safetensors"))
@@ -328,6 +384,7 @@ def measure(folder: Path, count: int, at_once: int, again_count: int, gap_s: flo
         for _ in range(20):
             api.deployments()
         ps_took_s = ps_s(platform)
+        dashboard_ms = dashboard(platform, count)
         failed = [name for name, status in api.deployments().items() if status["phase"] == "failed"]
     finally:
         platform.stop()
@@ -353,6 +410,7 @@ def measure(folder: Path, count: int, at_once: int, again_count: int, gap_s: flo
         "api_ms": api.times_ms(),
         "api_calls": len(api.took_ms),
         "ps_s": round(ps_took_s, 2),
+        "dashboard_ms": dashboard_ms,
         "memory_gib": [round(sum(each) / GIB, 2) for each in memory],
         "memory_mib": [each.mib() for each in memory],
         "processes": kinds,
