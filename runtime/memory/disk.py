@@ -364,12 +364,14 @@ class DiskCache:
 
     def _list(self) -> frozenset[str]:
         """Names of the images' files, as of at most LISTED_S seconds ago."""
-        if time.monotonic() - self._listed[0] > LISTED_S:
+        listed_at, images = self._listed
+        if time.monotonic() - listed_at > LISTED_S:
             names: list[str] = []
             with contextlib.suppress(OSError):
                 names = os.listdir(self.folder)
-            self._listed = time.monotonic(), frozenset([name for name in names if name.endswith(IMAGE)])
-        return self._listed[1]
+            images = frozenset([name for name in names if name.endswith(IMAGE)])
+            self._listed = time.monotonic(), images
+        return images
 
     def _forget_list(self) -> None:
         self._listed = float("-inf"), frozenset()

@@ -121,6 +121,23 @@ def test_an_image_is_written_once(disk: DiskCache, images: Images) -> None:
     assert disk.stats().writes == 1 and disk.stats().images == 1
 
 
+class ForgettingCache(DiskCache):
+    """A cache whose list is forgotten as soon as the list is kept, as by the thread that has just written an image."""
+
+    @property
+    def _listed(self) -> tuple[float, frozenset[str]]:
+        return float("-inf"), frozenset()
+
+    @_listed.setter
+    def _listed(self, listed: tuple[float, frozenset[str]]) -> None:
+        pass
+
+
+def test_an_image_is_there_while_a_thread_forgets_the_list(disk: DiskCache, images: Images) -> None:
+    keep(disk, images, "a", noise(MIB))
+    assert ForgettingCache(disk.folder, disk.limit_bytes).has(key("a"))
+
+
 def test_a_discarded_image_leaves_the_disk_as_well(disk: DiskCache, images: Images) -> None:
     put(images, "a", MIB).release()
     disk.keep(images, key("a"), 1.0)
