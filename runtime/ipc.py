@@ -76,6 +76,7 @@ class Began(msgspec.Struct, frozen=True):
 
 class Place(msgspec.Struct, frozen=True, tag="Place"):
     spec: wire.EngineSpec
+    returns: bool = False  # the node hosted the model when the device process began: a proof on the disk suffices
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="Withdraw"):

@@ -90,15 +90,15 @@ def phase(desired_state: str, states: States) -> Phase:
         case Residency.FAILED:
             return "failed"
         case Residency.COLD | Residency.STAGED | Residency.LEAVING:
-            loaded = any(state.was_resident for state in states.values())
+            loaded = any(state.was_loaded for state in states.values())
             return "asleep" if loaded or desired_state == "asleep" else "deploying"
     return "deploying"
 
 
 def loadable(states: Iterable[ModelState]) -> bool:
-    """Whether a runtime has loaded the model: the model is, or was, on the device."""
+    """Whether a runtime has loaded the model: the model is, or was, on the device, now or before a restart."""
     return any(
-        state.residency is Residency.RESIDENT or (state.was_resident and state.residency is not Residency.FAILED)
+        state.residency is Residency.RESIDENT or (state.was_loaded and state.residency is not Residency.FAILED)
         for state in states
     )
 

@@ -308,6 +308,17 @@ class EngineBuilder(Protocol):
     def on_disk(self, spec: EngineSpec, /) -> bool:
         """Whether the disk has an image of the model, as of a few seconds ago."""
 
+    def proved(self, spec: EngineSpec, /) -> bool:
+        """Whether a note beside the image on disk says that a device with such a pool has served the model."""
+
+    def note_proof(self, spec: EngineSpec, /) -> bool:
+        """Note beside the image on disk that this device serves the model.
+
+        Returns whether the note need not be tried again: False while the disk has no image of the model."""
+
+    def drop_proof(self, spec: EngineSpec, /) -> None:
+        """Take the note back, if any: the model has failed a check."""
+
     def spare_room(self, spec: EngineSpec, later: Sequence[EngineSpec], /) -> int | None:
         """Make room in the host cache for the model's image on disk, from room that costs nothing.
 

@@ -7,6 +7,9 @@ other model does.
 
 A gap stages a model at most once. If the expected time was already near when the image left the host cache, the gap
 stages the model not at all: the history that let the image go would only bring the image back.
+
+Models served by an earlier process of the device come up as well, in the order of their placement, as long as the host
+cache has free room: a restart of few models then costs no request a read from disk.
 """
 
 from __future__ import annotations
@@ -86,6 +89,7 @@ class StagePlan:
     at: float  # not earlier
     until: float  # if the model was not staged by then, the expected time has passed
     tries: int = 0
+    returns: bool = False  # an earlier process of the device served the model: only free room is taken
 
 
 class StagingPlans:
@@ -98,6 +102,7 @@ class StagingPlans:
     def __init__(self, room: HostRoom, by_history: bool) -> None:
         self._room, self._by_history = room, by_history
         self._plans: dict[ModelKey, StagePlan] = {}
+        self._returned: dict[ModelKey, Model] = {}  # models to come up in free room, in order
         self._begun: StagePlan | None = None
         self._read_at = 0.0  # until then, the disk may be reading the image staged last
 
@@ -112,9 +117,15 @@ class StagingPlans:
         if warm:
             self._plan(StagePlan(model, now, _NEVER))
 
+    def returned(self, model: Model) -> None:
+        """Note that an earlier process of the device served the model."""
+        if self._by_history:
+            self._returned[model.key] = model
+
     def asked(self, model: Model) -> None:
         """Note that a request, or an operator, asks for the model."""
         self._plans.pop(model.key, None)
+        self._returned.pop(model.key, None)
         model.staging.unasked = False
 
     def closed(self, model: Model, now: float) -> None:
@@ -139,7 +150,7 @@ class StagingPlans:
         if not model.loads.staged:
             return
         self._read_at = now + max(model.loads.return_s, model.loads.load_s)
-        if staging.later is not None:
+        if staging.later is not None and plan is not None and not plan.returns:
             staging.unasked = True
             staging.staged += 1
 
@@ -147,6 +158,10 @@ class StagingPlans:
         """Note that the model could not be staged. Returns the models to close, to make room for the next try."""
         plan = self._end(model)
         if plan is None or model.works or model.withdrawn:
+            return ()
+        if plan.returns:
+            if failed.lacks_bytes:  # no free room is left
+                self._returned.clear()
             return ()
         going = self._going(model, failed, models, now) if failed.lacks_bytes else None
         if going and plan.tries < TRIES_MOST:
@@ -180,27 +195,44 @@ class StagingPlans:
 
     def due(self, models: Iterable[Model], free_pages: int, now: float) -> Model | None:
         """The model to be staged now, if nothing else comes up; the caller must let the build begin."""
-        if not self._plans or self._begun is not None or now < self._read_at:
+        if not (self._plans or self._returned) or self._begun is not None or now < self._read_at:
             return None
         self._plans = {key: plan for key, plan in self._plans.items() if plan.until >= now and _down(plan.model)}
         due = [plan for plan in self._plans.values() if plan.at <= now]
         fitting = [plan for plan in due if plan.model.demand.build_pages <= free_pages]
-        if not fitting or any(model.phase is Phase.BUILDING for model in models):
+        if any(model.phase is Phase.BUILDING for model in models):
             return None
-        plan = self._begun = min(fitting, key=lambda plan: (not plan.model.staging.warm, plan.at, plan.model.key))
-        model = plan.model
-        del self._plans[model.key]
+        if fitting:
+            plan = min(fitting, key=lambda plan: (not plan.model.staging.warm, plan.at, plan.model.key))
+            del self._plans[plan.model.key]
+        elif (back := self._next_returned(free_pages)) is not None:
+            plan = StagePlan(back, now, _NEVER, returns=True)
+        else:
+            return None
+        self._begun, model = plan, plan.model
         staging, staging.under_way = model.staging, True
-        staging.later = None
-        if not staging.warm:
+        staging.later = () if plan.returns else None
+        if not (plan.returns or staging.warm):
             staging.tried_of, at = model.queues.idle.left_at, _expected_at(model, now)
             cold = [each for each in models if each.phase is Phase.COLD and each is not model and not each.works]
             staging.later = tuple(each.key for each in cold if _expected_at(each, now) > at)
         return model
 
+    def _next_returned(self, free_pages: int) -> Model | None:
+        """The next model to come up in free room, taken from the queue of such models."""
+        while self._returned:
+            model = next(iter(self._returned.values()))
+            if _down(model) and model.demand.build_pages > free_pages:
+                return None
+            del self._returned[model.key]
+            if _down(model):
+                return model
+        return None
+
     def next_at(self, now: float) -> float:
         """Time of the next look without an event, in seconds on the monotonic clock; inf: an event comes first."""
         coming = [max(plan.at, self._read_at) for plan in self._plans.values()]
+        coming += [self._read_at] if self._returned else []
         return min((at for at in coming if at > now), default=_NEVER)
 
     def _going(self, model: Model, failed: BuildFailed, models: Iterable[Model], now: float) -> Sequence[Model] | None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import structlog
-from msgspec import UNSET, structs
+from msgspec import structs
 
 from runtime.core.device.events import (
     Abort,
@@ -44,7 +44,6 @@ from runtime.core.device.events import (
     Ordered,
     Park,
     Parked,
-    Placed,
     Shrink,
     StageImage,
     Step,
@@ -72,6 +71,7 @@ from runtime.device.arrivals import departed, request_of
 from runtime.device.building import Builds, Checks, ImageOrders, reason
 from runtime.device.journal import BeginRecord as JournalBegan
 from runtime.device.journal import DecisionJournal, Recorded
+from runtime.device.proofs import Proofs
 from runtime.device.reading import Readings
 from runtime.device.states import ModelStates
 from runtime.device.stepping import Stepping
@@ -142,11 +142,12 @@ class Device:
         noted = costs if journal is None else journal.noting(costs)
         self.instance = Instance(turns, pages, noted, self.account, by_history)
         self._machine = self.instance if journal is None else Recorded(self.instance, journal)
-        self._pipe, self._build, self._clock, self._build_pages = pipe, build, clock, build_pages
+        self._pipe, self._build, self._clock = pipe, build, clock
         self._stepping = stepping or Stepping(Stepping.create())
         orders = ImageOrders(has_image, self._wanted, pipe.send) if has_image else None
         self._builds = Builds(build, self._stepping, clock, orders, self._irretrievable)
         self._checks = Checks()
+        self._proofs = Proofs(build, build_pages)
         self._engines: dict[ModelKey, Engine] = {}
         self._unfit: set[ModelKey] = set()  # models with a failed engine: nothing is asked of the engine but to close
         self._readings = Readings(self._engines)
@@ -192,9 +193,8 @@ class Device:
 
     def _command(self, command: ToDevice) -> None:
         match command:
-            case Place(spec):
-                taken = self._build_pages(spec) if self._build_pages else UNSET
-                event: Event = Placed(spec, build_pages=taken)
+            case Place():
+                event: Event = self._proofs.placed(command)
             case Withdraw(model):
                 event = Withdrawn(ModelKey(model))
                 self._builds.withdraw(ModelKey(model))
@@ -263,6 +263,8 @@ class Device:
                 clocks.forget(key)
             case Fetched(key) | Checked(key):
                 model = self.instance.models.get(key)
+                if model and isinstance(event, Checked):
+                    self._proofs.checked(model, event)
                 if model and model.phase is Phase.RESIDENT:
                     clocks.is_in(key, model.loads.load_ms / 1e3, now)
                 elif not (model and model.phase is Phase.CHECKING):
@@ -457,6 +459,7 @@ class Device:
         `now`: the use of the device that begins now; None: open if there are requests, else idle."""
         self._send_passed(now or (Use.OPEN if len(self.instance.requests) else Use.IDLE))
         self._state_at, self._moves = self._clock(), self.instance.moves
+        self._proofs.look(self._state_at)
         pages, turn = self.instance.pages, self.instance.turn
         state = State(
             holder=turn.holder if turn else "",
@@ -507,7 +510,7 @@ class Device:
         wait_s = None if (tick_at := self.instance.next_tick()) is None else tick_at - self._clock()
         if len(self.instance.requests):  # requests wait: the node wants signs that the process lives
             wait_s = _earlier(wait_s, STATE_PERIOD_S)
-        if self._looks < len(IMAGE_LOOKS_S) and self._lacks_images():
+        if self._looks < len(IMAGE_LOOKS_S) and (self._proofs.due or self._lacks_images()):
             wait_s, self._looks = _earlier(wait_s, IMAGE_LOOKS_S[self._looks]), self._looks + 1
         self._builds.tidy(waited_for=len(self.instance.requests) > 0)
         self._pipe.wait(wait_s)

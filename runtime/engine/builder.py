@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import inspect
 import os
 import time
@@ -261,6 +262,23 @@ class Builder:
 
     def on_disk(self, spec: EngineSpec, /) -> bool:
         return self._disk is not None and bool(spec.digest) and self._disk.has(self._key(spec))
+
+    def proved(self, spec: EngineSpec, /) -> bool:
+        return self._disk is not None and bool(spec.digest) and self._disk.proved(self._key(spec), self._proof(spec))
+
+    def note_proof(self, spec: EngineSpec, /) -> bool:
+        if self._disk is None or not spec.digest:
+            return True
+        return self._disk.note_proof(self._key(spec), self._proof(spec))
+
+    def drop_proof(self, spec: EngineSpec, /) -> None:
+        if self._disk is not None and spec.digest:
+            self._disk.drop_proof(self._key(spec), self._proof(spec))
+
+    def _proof(self, spec: EngineSpec) -> str:
+        """Name of the proof that a device with such a pool serves the model: a smaller pool may have too few pages."""
+        told = f"{spec.key} {self.pages_total} {self.page_bytes}"
+        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
     def spare_room(self, spec: EngineSpec, later: Sequence[EngineSpec], /) -> int | None:
         key = self._key(spec)

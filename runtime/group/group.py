@@ -154,6 +154,15 @@ class GroupBuild:
     def on_disk(self, spec: EngineSpec, /) -> bool:
         return self._build.on_disk(spec)
 
+    def proved(self, spec: EngineSpec, /) -> bool:
+        return self._build.proved(spec)
+
+    def note_proof(self, spec: EngineSpec, /) -> bool:
+        return self._build.note_proof(spec)
+
+    def drop_proof(self, spec: EngineSpec, /) -> None:
+        self._build.drop_proof(spec)
+
     def spare_room(self, spec: EngineSpec, later: Sequence[EngineSpec], /) -> int | None:
         return None  # each rank has an image of its own: a group stages no model by history
 

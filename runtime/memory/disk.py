@@ -4,6 +4,8 @@
     KEY.part:  an image being written; the writer holds the lock of the file
     lock:      locked while files are counted, removed or renamed
 
+Attributes of an image's file note which devices have served which models from the image.
+
 A file is an image from the moment of its rename on, and the rename follows a sync: a killed process leaves a `.part`
 file, whose lock is free, and the next writer in the folder removes the file. Processes of several nodes may share the
 folder. Each extent of an image has a checksum. The folder outlives nodes, restarts of the machine and releases: the key
@@ -42,6 +44,8 @@ PAUSE_S = 60.0  # after a full disk, no image is written for a minute
 LISTED_S = 2.0  # a list of the folder is taken for true for so long
 FREE_LEAST = 1 << 30  # bytes of the disk that images leave free: for the database, the bus and the journal
 NOTES_MOST = 64 << 20  # bytes: a larger number in a file is damage
+
+PROOF = "user.staccato.proof."  # attributes of an image's file: proofs that a device serves a model from the image
 
 _LAST = struct.Struct("<8sIQIdI")  # magic, version, bytes of the notes, their checksum, time of the build, checksum
 _MAGIC, _VERSION = b"stcimage", 1
@@ -174,6 +178,30 @@ class DiskCache:
     def has(self, key: ImageKey) -> bool:
         """Whether the disk has the image, as of at most LISTED_S seconds ago."""
         return str(key) + IMAGE in self._list()
+
+    def proved(self, key: ImageKey, proof: str) -> bool:
+        """Whether `proof` was noted of the image. A note leaves the disk with the image."""
+        try:
+            os.getxattr(self._path(key), PROOF + proof)
+        except OSError:  # no image, no note, or a file system without attributes: the proof is made again
+            return False
+        return True
+
+    def note_proof(self, key: ImageKey, proof: str) -> bool:
+        """Note that a device serves a model from the image; `proof` says which device and which model.
+
+        Returns whether the note need not be tried again: False while the disk has no such image."""
+        try:
+            os.setxattr(self._path(key), PROOF + proof, b"")
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            log.warning("disk.no_proof", image=str(key)[:12], detail=str(error))
+        return True
+
+    def drop_proof(self, key: ImageKey, proof: str) -> None:
+        with contextlib.suppress(OSError):
+            os.removexattr(self._path(key), PROOF + proof)
 
     def lose(self, key: ImageKey, error: Exception) -> None:
         """Remove a damaged image: the next build reads the model's own files."""

@@ -228,7 +228,7 @@ class Node:
         match message:
             case ipc.DeviceReady(engine, life):
                 self._own.engine, self._own.device, self._own.life = engine, device, life
-                self._serving.place(time.monotonic())
+                self._serving.device_ready()
                 log.info("node.ready", engine=engine)
             case ipc.Made(deltas):
                 for gateway_id, made in self._gateways.named(deltas):

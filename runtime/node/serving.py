@@ -56,6 +56,7 @@ class ModelServing:
         self.hosted: dict[str, wire.EngineSpec] = {}
         self.costs = LawCosts(msgspec.convert(law, Law) if law else None, self.hosted)
         self._placed: dict[str, wire.EngineSpec] = {}  # hosted models given to the present device process
+        self._returning: set[str] = set()  # models hosted when the present device process began
         self._warm = WarmModels(ZoneInfo)
         self.leaving: dict[str, asyncio.Task[None]] = {}  # by model, the task that moves the model's streams away
 
@@ -184,7 +185,7 @@ class ModelServing:
                 continue
             if key in self._placed or not self._hosting.waits(key, self._peers.states(key, now), now):
                 self._placed[key] = spec
-                self._own.send(ipc.Place(spec))
+                self._own.send(ipc.Place(spec, returns=key in self._returning))
                 self._follow_schedule(spec)
 
     def _follow_schedule(self, spec: wire.EngineSpec) -> None:
@@ -207,10 +208,16 @@ class ModelServing:
         self.leaving.pop(model, None)
         del self.hosted[model]
         self._warm.withdrawn(model)
+        self._returning.discard(model)
         if self._placed.pop(model, None):
             self._own.send(ipc.Withdraw(model))
 
     # ── the device process ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def device_ready(self) -> None:
+        """Place every hosted model on the new device process."""
+        self._returning = set(self.hosted)
+        self.place(time.monotonic())
 
     def heard(self, state: ipc.State) -> None:
         """Note which models the device process has loaded."""

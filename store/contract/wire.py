@@ -451,11 +451,17 @@ class ModelState(Message, frozen=True, kw_only=True, tag="ModelState", omit_defa
     warm: bool = False  # by order, the image stays in the host cache now
     staged: int = 0  # times that the history of requests brought the image from disk before a request asked
     staged_unused: int = 0  # of these, times that the image left the host cache before a request asked
+    loaded_before: bool = False  # an earlier device process of the runtime has loaded the model
 
     @property
     def was_resident(self) -> bool:
         """Whether the model is or was resident on the runtime; earlier versions say so by `load_ms` above 0 alone."""
         return self.ever_resident or self.load_ms > 0
+
+    @property
+    def was_loaded(self) -> bool:
+        """Whether the runtime has loaded the model, in this device process or in an earlier device process."""
+        return self.was_resident or self.loaded_before
 
 
 class Attained(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -35,6 +35,7 @@ class Kept:
         self.pages_used = build.pages_used
         self.on_disk, self.device_bytes = build.on_disk, build.device_bytes
         self.spare_room = build.spare_room
+        self.proved, self.note_proof, self.drop_proof = build.proved, build.note_proof, build.drop_proof
         self.life, self.hold, self.block_tokens = build.life, build.hold, build.block_tokens
         self._build = build
         self._engines: dict[str, Engine] = {}

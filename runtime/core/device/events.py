@@ -27,6 +27,8 @@ class Placed(msgspec.Struct, frozen=True):
     spec: EngineSpec
     prove: bool = True  # False: the proof was made elsewhere; the model is loaded on its first request
     build_pages: int | msgspec.UnsetType = msgspec.UNSET  # pages of the pool that a build takes while it lasts
+    # With `prove` False: the proof was made by an earlier process of such a device, and is noted on the disk.
+    noted: bool = False
 
 
 class Withdrawn(msgspec.Struct, frozen=True):

@@ -186,8 +186,11 @@ class Instance:
             costs, shares = CostEstimate(self._costs(spec)), self.requests.shares
             model = self.models[key] = Model(spec, costs, self.pages.page_bytes, used_at=now, shares=shares)
             model.wish = Wish.AWAKE if prove else Wish.NONE
-            model.loads.proved, model.loads.proving = not prove, prove
+            model.loads.noted, model.loads.proving = placed.noted, prove
+            model.loads.proved = not (prove or placed.noted)
             model.demand.build_pages = placed.build_pages or 0
+            if placed.noted:
+                self._staging.returned(model)
             self._rooms.file(model)
         elif known.withdrawn or known.failures.error:
             known.withdrawn, known.used_at = False, now

@@ -280,6 +280,7 @@ class Model:
             sequential=self.sequential,
             load_ms=round(self.loads.load_ms, 3),
             ever_resident=self.loads.ever_resident,
+            loaded_before=self.loads.noted,
             running=len(self.queues.running),
             waiting=len(self.queues.waiting),
             high=self.queues.high,

@@ -57,6 +57,7 @@ class LoadRecord:
     proved: bool = False  # other devices have checked the model: the first fetches need no check here
     image_due: bool = False  # the build waits for the model's image, which another process makes
     proving: bool = False  # the model is to become resident to prove that the device can serve the model
+    noted: bool = False  # an earlier process of the device has served the model
     ever_resident: bool = False
     loading_s: float = 0.0  # duration so far of the way to RESIDENT
     from_host: bool = True  # the last build found the image in the host cache

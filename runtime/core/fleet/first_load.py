@@ -36,7 +36,7 @@ class Trials:
 
     def heard(self, models: Mapping[str, ModelState]) -> None:
         """Note models that the runtime's own device has loaded, by their states."""
-        self._loaded.update(key for key, state in models.items() if state.was_resident)
+        self._loaded.update(key for key, state in models.items() if state.was_loaded)
 
     def forget(self, key: str) -> None:
         self._loaded.discard(key)
@@ -52,7 +52,7 @@ class Trials:
             now: seconds on a monotonic clock.
 
         An earlier runtime is skipped if the model has failed on its device, or if it was waited for long enough."""
-        if key in self._loaded or any(state.was_resident for state in others.values() if state):
+        if key in self._loaded or any(state.was_loaded for state in others.values() if state):
             return False
         trial = self._trials.setdefault(key, _Trial())
         for id in earlier:

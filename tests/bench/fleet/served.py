@@ -153,6 +153,15 @@ class Watching:
     def on_disk(self, spec: EngineSpec, /) -> bool:
         return False
 
+    def proved(self, spec: EngineSpec, /) -> bool:
+        return False
+
+    def note_proof(self, spec: EngineSpec, /) -> bool:
+        return True
+
+    def drop_proof(self, spec: EngineSpec, /) -> None:
+        """Do nothing: there is no disk."""
+
     def spare_room(self, spec: EngineSpec, later: Sequence[EngineSpec], /) -> int | None:
         return None
 

@@ -11,6 +11,7 @@ from store.contract.wire import ModelState, Residency
 COLD, LOADING, RESIDENT, FAILED, LEAVING, STAGED = (ModelState(residency=residency) for residency in Residency)
 ON_DISK = ModelState(residency=Residency.COLD, load_ms=10.0, on_disk=True)
 SLEPT = ModelState(residency=Residency.COLD, load_ms=10.0)
+RETURNED = ModelState(residency=Residency.COLD, loaded_before=True)
 BETWEEN_TURNS = ModelState(residency=Residency.STAGED, load_ms=10.0, running=2)
 PARKED = ModelState(residency=Residency.STAGED, load_ms=10.0)
 
@@ -22,6 +23,7 @@ PARKED = ModelState(residency=Residency.STAGED, load_ms=10.0)
         ([COLD], "awake", "deploying"),  # never loaded: unknown whether loading succeeds
         ([COLD], "asleep", "asleep"),
         ([SLEPT], "awake", "asleep"),
+        ([RETURNED], "awake", "asleep"),
         ([LOADING], "awake", "waking"),
         ([RESIDENT], "asleep", "awake"),  # a request woke it
         ([FAILED], "awake", "failed"),
@@ -51,7 +53,7 @@ def test_the_tier_is_the_furthest_and_an_image_on_disk_is_more_than_files() -> N
 def test_a_revision_is_loadable_once_some_runtime_has_loaded_it() -> None:
     fetched_again = ModelState(residency=Residency.LOADING, load_ms=10.0)
     failed_later = ModelState(residency=Residency.FAILED, load_ms=10.0)
-    assert all(loadable([state]) for state in (SLEPT, PARKED, RESIDENT, fetched_again))
+    assert all(loadable([state]) for state in (SLEPT, RETURNED, PARKED, RESIDENT, fetched_again))
     assert not any(loadable([state]) for state in (COLD, STAGED, LOADING, FAILED, failed_later))
     assert loadable([FAILED, RESIDENT]) and not loadable([])
 

@@ -238,3 +238,41 @@ def test_under_any_order_the_room_suffices_and_every_request_is_served(data: st.
     assert not any(model.failures.error for model in made.instance.models.values())
     for model in made.instance.models.values():
         assert model.staging.unused <= model.staging.staged
+
+
+# ── models served by an earlier process of the device ─────────────────────────────────────────────────────────────────
+
+
+def returned(host_pages: int, *models: str) -> World:
+    """A new device whose models were all served by an earlier process. The host cache has no image."""
+    made = World(20, {model: 4 for model in models}, by_history=True)
+    made.host_pages = host_pages
+    made.hear(*(Placed(spec(model, idle_s=1000.0), prove=False, noted=True) for model in models))
+    made.settle()
+    rest(made, 10.0)
+    return made
+
+
+def test_returned_models_come_up_in_free_room_in_their_order_and_no_image_goes_for_them() -> None:
+    made = returned(8, "c", "a", "b", "d")
+    assert staged(made) == ["c", "a", "b"], "for the third image there is no room, and nothing else is tried"
+    assert [phase(made, key) for key in (C, A, B)] == [Phase.STAGED, Phase.STAGED, Phase.COLD]
+    assert not any(isinstance(effect, Close) for effect in made.log)
+    record = made.instance.models[A].staging
+    assert (record.staged, record.unused, record.unasked) == (0, 0, False), "no guess was made"
+
+
+def test_a_returned_model_that_is_asked_for_is_built_for_its_request_alone() -> None:
+    made = World(20, {"a": 4}, by_history=True)
+    made.hear(Placed(spec("a", idle_s=1000.0), prove=False, noted=True))
+    serve(made, "a")
+    rest(made, 10.0)
+    assert len([effect for effect in made.log if isinstance(effect, Build | StageImage)]) == 1
+
+
+def test_without_images_on_disk_a_returned_model_waits_for_its_request() -> None:
+    made = World(20, {"a": 4})
+    made.hear(Placed(spec("a"), prove=False, noted=True))
+    made.settle()
+    rest(made, 10.0)
+    assert not made.log

@@ -18,7 +18,7 @@ from runtime.core.turns.turn import RoundRobin
 from runtime.device.loop import Device
 from store.contract.device_bytes import DeviceBytes
 from store.contract.views import Content, PageRun, Use
-from store.contract.wire import EngineSpec, Finish, KvForm, ModelState, Residency, Run
+from store.contract.wire import EngineSpec, Finish, KvForm, ModelState, Residency, Run, replace
 from tests.runtime.world import spec
 
 PAGES_TOTAL, PAGE_BYTES = 8, 2 << 20
@@ -134,6 +134,7 @@ class Builder:
     def __init__(self, made: list[list[int]]) -> None:
         self.engines: dict[str, Scripted] = {}
         self.images: set[str] = set()  # models with an image on the disk
+        self.proofs: set[str] = set()  # models whose proofs are noted beside the images
         self.change: Callable[[Scripted], None] = lambda engine: None  # called with every engine built
         self._made = made
 
@@ -155,6 +156,16 @@ class Builder:
 
     def on_disk(self, spec: EngineSpec, /) -> bool:
         return spec.key in self.images
+
+    def proved(self, spec: EngineSpec, /) -> bool:
+        return spec.key in self.proofs
+
+    def note_proof(self, spec: EngineSpec, /) -> bool:
+        self.proofs |= {spec.key} & self.images
+        return spec.key in self.images
+
+    def drop_proof(self, spec: EngineSpec, /) -> None:
+        self.proofs.discard(spec.key)
 
     def spare_room(self, spec: EngineSpec, later: Sequence[EngineSpec], /) -> int | None:
         return None
@@ -535,3 +546,35 @@ def test_the_device_says_of_a_stream_that_nobody_wants_how_far_it_came_and_what_
     (first, at, used), third = sorted(last)
     assert first == 1 and at in (1, 2) and used, "with the tokens that were told before, and the time that they took"
     assert third == (3, 0, False), "no device began with this one"
+
+
+def test_a_proof_is_noted_once_the_image_is_on_disk_and_a_returning_model_is_not_loaded_for_it() -> None:
+    first = Node()
+    first.send(ipc.Place(spec("a"), returns=True))
+
+    def written() -> bool:
+        first.build.images.update("a" if first.model("a").was_resident else "")
+        return bool(first.build.images)
+
+    first.when(written)
+    first.run(until=lambda: "a" in first.build.proofs)
+    assert first.build.engines["a"].calls[:2] == ["fetch", "check"]
+    second = Node()
+    second.build.images, second.build.proofs = {"a", "b"}, {"a", "b"}
+    pinned = replace(spec("b"), pinned=True)
+    second.send(ipc.Place(spec("a"), returns=True), ipc.Place(pinned, returns=True))
+    second.run(until=lambda: second.model("b").residency is Residency.RESIDENT)
+    assert second.model("a").was_loaded and "a" not in second.build.engines
+    new = Node()
+    new.build.images, new.build.proofs = {"a"}, {"a"}
+    new.send(ipc.Place(spec("a")))
+    new.run(until=lambda: new.model("a").was_resident)
+
+
+def test_a_model_that_fails_a_check_loses_its_noted_proof() -> None:
+    node = Node()
+    node.build.images, node.build.proofs = {"a"}, {"a"}
+    node.build.change = lambda engine: setattr(engine, "check", lambda: "it says 1 instead of 2")
+    node.send(ipc.Place(spec("a"), returns=True), node.start())
+    node.run(until=lambda: node.model("a").residency is Residency.FAILED)
+    assert not node.build.proofs

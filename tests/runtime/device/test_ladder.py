@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from deploy.demo.random_weights import write_random
 from runtime import ipc
-from runtime.core.device.events import Built, FetchFailed
+from runtime.core.device.events import Arrived, Built, Checked, Closed, FetchFailed
 from runtime.core.engine import WeightSource
 from runtime.device import journal
 from store.contract.wire import Residency, replace
@@ -58,12 +59,16 @@ async def started(disk: Path, journal: Path | None = None) -> DeviceProcess:
     )
 
 
-async def load(device: DeviceProcess, models: dict[str, Path]) -> None:
+def place(device: DeviceProcess, models: dict[str, Path], returns: bool = False) -> None:
     """Deploy the models as the platform does: with digests, by which images lie on disk."""
     for key, path in models.items():
         found = artefact.inspect(path, Known(frozenset(ARCHITECTURES.values())))
         told = replace(spec(path, key=key), digest=found.digest, architecture=found.architecture)
-        device.end.send(ipc.Place(told))
+        device.end.send(ipc.Place(told, returns))
+
+
+async def load(device: DeviceProcess, models: dict[str, Path]) -> None:
+    place(device, models)
     await device.until(lambda: all(key in device.state.models for key in models))
     await device.until(lambda: all(model.load_ms or model.error for model in device.state.models.values()))
     assert not any(model.error for model in device.state.models.values()), device.state.models
@@ -110,6 +115,32 @@ async def test_a_restarted_device_reads_its_images_from_disk_and_builds_nothing(
         await device.stop()
     first, second = ({event.source for event in heard(tmp_path / life, Built)} for life in ("first", "second"))
     assert WeightSource.FILES in first and second == {WeightSource.DISK}
+
+
+async def test_returning_models_come_up_in_free_room_alone_and_are_loaded_for_requests(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    first = await started(tmp_path / "disk")
+    await load(first, models)
+    said = {name: await first.answer(first.ask(name, ASKED)) for name in models}
+    images = tmp_path / "disk"
+    await soon(lambda: sum(bool(os.listxattr(path)) for path in images.glob("*.image")) == len(models))
+    await first.stop()
+
+    second = await started(images, tmp_path / "journal")
+    place(second, models, returns=True)
+    await second.until(lambda: any(state.residency is Residency.STAGED for state in second.state.models.values()))
+    await second.until(lambda: not any(state.residency is Residency.LOADING for state in second.state.models.values()))
+    states = second.state.models.values()
+    assert all(state.was_loaded and not state.fetches for state in states)
+    assert any(state.residency is Residency.COLD and state.on_disk is True for state in states), "there is no room"
+    assert {name: await second.answer(second.ask(name, ASKED)) for name in models} == said
+    await second.stop()
+    unasked = itertools.takewhile(lambda event: not isinstance(event, Arrived), heard(tmp_path / "journal", object))
+    assert not any(isinstance(event, Closed) for event in unasked), "no image goes for an image without requests"
+    assert {event.source for event in heard(tmp_path / "journal", Built)} == {WeightSource.DISK}
+    checked = {event.model for event in heard(tmp_path / "journal", Checked)}
+    assert checked == set(models), "the first fetch is checked"
 
 
 async def test_a_damaged_image_is_noticed_built_again_and_written_again(

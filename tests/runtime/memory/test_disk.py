@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 import signal
 import subprocess
 import sys
@@ -334,3 +336,28 @@ def test_a_host_cache_without_room_says_what_it_lacks(disk: DiskCache, images: I
             read_in(images, disk, key("a"))
         assert 0 < full.value.lacks_bytes <= SIZE + 4 * MIB
     assert read(disk, images, "a") == noise(SIZE)
+
+
+def test_a_proof_is_noted_of_an_image_on_disk_and_leaves_with_the_image(disk: DiskCache, images: Images) -> None:
+    assert not disk.note_proof(key("a"), "p"), "there is no image yet"
+    keep(disk, images, "a", noise(MIB))
+    assert disk.note_proof(key("a"), "p") and disk.note_proof(key("a"), "q")
+    later = DiskCache(disk.folder, LIMIT)
+    assert later.proved(key("a"), "p") and later.proved(key("a"), "q") and not later.proved(key("a"), "r")
+    later.drop_proof(key("a"), "p")
+    assert not disk.proved(key("a"), "p") and disk.proved(key("a"), "q")
+    disk.discard(key("a"))
+    disk.drop_proof(key("a"), "q")
+    keep(disk, images, "a", noise(MIB))
+    assert not disk.proved(key("a"), "q")
+
+
+def test_a_disk_that_takes_no_notes_is_not_asked_again(
+    disk: DiskCache, images: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "no attributes")
+
+    keep(disk, images, "a", noise(MIB))
+    monkeypatch.setattr(os, "setxattr", refuse)
+    assert disk.note_proof(key("a"), "p") and not disk.proved(key("a"), "p")

@@ -420,3 +420,19 @@ async def test_the_device_hears_which_models_a_schedule_keeps_warm_and_a_new_dev
         pipe.close()
         theirs.close()
     await asyncio.sleep(0)  # the other ends are closed by the loop
+
+
+async def test_the_device_hears_which_models_return_and_which_are_new(node: Node) -> None:
+    node._serving.spec_changed("m", wire.replace(limited(), replicas=0))
+    ours, theirs = ipc.pair()
+    device = ipc.DeviceEnd(theirs)
+    pipe = node._own.device = await ipc.NodeEnd.open(ours)
+    await node._from_device(ipc.DeviceReady("e", 7), pipe)
+    node._serving.spec_changed("n", wire.replace(limited(), key="n", replicas=0))
+    node._serving.spec_changed("m", None)
+    node._serving.spec_changed("m", wire.replace(limited(), replicas=0))
+    places = [command for command in device.receive() if isinstance(command, ipc.Place)]
+    assert [(place.spec.key, place.returns) for place in places] == [("m", True), ("n", False), ("m", False)]
+    pipe.close()
+    theirs.close()
+    await asyncio.sleep(0)  # the other end is closed by the loop

@@ -45,13 +45,19 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         sizes, turns = {**SIZES, "huge": 9}, type(self).turns()
-        self.world = World(10, sizes, turns=turns, tokens_a_page=4, prompt_most=8, step_s=self.step_s)
+        self.world = World(10, sizes, turns=turns, tokens_a_page=4, prompt_most=8, step_s=self.step_s, by_history=True)
         self.next_stream = 0
 
-    @rule(key=KEYS, idle=st.sampled_from([None, 1.0]), prove=st.booleans(), taken=st.sampled_from([0, 0, 2, 7, 10, 11]))
-    def place(self, key: str, idle: float | None, prove: bool, taken: int = 0) -> None:
+    @rule(
+        key=KEYS,
+        idle=st.sampled_from([None, 1.0]),
+        proof=st.sampled_from(["here", "elsewhere", "noted"]),
+        taken=st.sampled_from([0, 0, 2, 7, 10, 11]),
+    )
+    def place(self, key: str, idle: float | None, proof: str = "here", taken: int = 0) -> None:
         kv_bytes_per_token = PAGE_BYTES // self.world.tokens_a_page
-        self.world.hear(Placed(spec(key, idle, kv_bytes_per_token), prove, taken))
+        told = spec(key, idle, kv_bytes_per_token)
+        self.world.hear(Placed(told, proof == "here", taken, noted=proof == "noted"))
 
     @rule(key=KEYS)
     def withdraw(self, key: str) -> None:
@@ -195,10 +201,10 @@ def test_two_that_are_about_as_late_do_not_take_turns_at_coming_in() -> None:
     """A case found by the machine above: the model nearest to being late changed with the model on the device."""
     state, soon = AnyOrderByShares(), Objective(ttft_s=0.0, tbt_s=1 / 64, patience_s=0.0)
     arrive = partial(state.arrive, refused=1, handed=False, made=0, tenant="", objective=soon)
-    state.place("a", None, False)
+    state.place("a", None, "elsewhere")
     arrive("a", prompt=1, refused=0)
-    state.place("b", None, False)
-    state.place("c", None, True)
+    state.place("b", None, "elsewhere")
+    state.place("c", None, "here")
     arrive("a", prompt=4, objective=replace(soon, patience_s=100.0))
     arrive("a", prompt=8)
     arrive("a", prompt=1, refused=0)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.core.device.events import Arrived, Build, Fetch, Placed
+from runtime.core.device.events import Arrived, Build, Check, Fetch, Placed
 from runtime.core.device.model import WAKE_S
 from runtime.core.device.request import ModelKey
+from runtime.core.engine import Held
 from runtime.core.turns.slack import Slack
 from tests.runtime.world import World, request, spec, step
 
@@ -51,3 +52,17 @@ def test_every_model_is_proved_once_without_a_pause_on_an_idle_device(new: World
         go_on(new)
     assert all(model.loads.ever_resident for model in new.instance.models.values())
     assert sum(isinstance(effect, Fetch) for effect in new.log) == len(SIZES)
+
+
+def test_a_model_with_a_noted_proof_waits_for_its_first_request_and_is_checked_then() -> None:
+    world = World(9, SIZES, turns=Slack())
+    world.hear(*(Placed(spec(key), prove=False, noted=True) for key in SIZES))
+    assert not world.log, "nothing is loaded"
+    states = [model.state(Held()) for model in world.instance.models.values()]
+    assert all(state.was_loaded and not state.was_resident for state in states)
+    asked = request(1, LAST, now=world.now)
+    world.open.add(asked.id)
+    world.hear(Arrived(asked))
+    while step(LAST) not in world.log:
+        go_on(world)
+    assert [effect.model for effect in world.log if isinstance(effect, Check)] == [LAST]

@@ -31,7 +31,15 @@ def free(made: dict[str, Hosting], states: States, now: float, key: str = "a") -
     ]
 
 
-@pytest.mark.parametrize("loaded", [LOADED, replace(LOADED, load_ms=0.0, ever_resident=True)], ids=["earlier", "now"])
+@pytest.mark.parametrize(
+    "loaded",
+    [
+        LOADED,
+        replace(LOADED, load_ms=0.0, ever_resident=True),
+        ModelState(residency=Residency.COLD, loaded_before=True),
+    ],
+    ids=["earlier", "now", "before a restart"],
+)
 def test_one_tries_and_the_others_follow_when_it_could(loaded: ModelState) -> None:
     made = fleet(spec("a"))
     (first,) = free(made, {}, 0.0)
