@@ -21,6 +21,9 @@ from disk, measured and simulated. Bounds: no model fails, every answer agrees, 
 objective, memory stays below the host cache and 2 GiB more, the API's 99th percentile below 200 ms; and simulated
 figures within a factor of 1.5.
 
+Then the whole platform is restarted. A second line of the answer has the seconds from the command until every
+deployment can be asked, and the times to the first token of a hundred models asked right after, `--asked` at a time.
+
 `python tests/bench/runtime/bench_thousand.py [--models 1000] [--asked 2] [--again 350] [--gap 1.2]`
 """
 
@@ -76,6 +79,8 @@ PROMPT = [5, 6, 7, 8, 9]
 QUESTION = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
 OBJECTIVE_S = 10.0  # of a deployment without an objective of its own
 API_MS_MOST, MORE_BYTES_MOST = 200.0, 2 * GIB
+RESTART_ASKED = 100  # models asked after the restart
+JOURNALS = "journals"
 
 
 def write_models(folder: Path, count: int) -> dict[str, Path]:
@@ -360,12 +365,41 @@ def dashboard(platform: Platform, count: int) -> dict[str, float]:
     return {name: round(ms) for name, ms in found.items()}
 
 
-def measure(folder: Path, count: int, at_once: int, again_count: int, gap_s: float) -> dict[str, object]:
+def restart(platform: Platform, texts: dict[str, str], at_once: int) -> dict[str, object]:
+    """Start a stopped platform again, and ask some of the models as soon as every deployment can be asked."""
+    began = time.monotonic()
+    platform.start()
+    try:
+        api = Api(platform)
+        while not ready(found := api.deployments(), len(texts)):
+            time.sleep(0.5)
+        ready_s = time.monotonic() - began
+        names = random.Random(3).sample(sorted(texts), min(RESTART_ASKED, len(texts)))
+        answers = asyncio.run(Asker(platform).each(names, at_once))
+        return {
+            "ready_s": round(ready_s, 1),
+            "tiers": dict(Counter(status["residency"] for status in found.values())),
+            "asked": len(answers),
+            "ttft_ms": ttfts(answers),
+            "differ": [answer.model for answer in answers if answer.text != texts[answer.model]],
+            "api_ms": api.times_ms(),
+        }
+    finally:
+        platform.stop()
+
+
+def ready(deployments: dict[str, Any], count: int) -> bool:
+    """Whether each of `count` deployments can be asked."""
+    phases = Counter(status["phase"] for status in deployments.values())
+    return phases["awake"] + phases["asleep"] + phases["waking"] == count
+
+
+def measure(
+    platform: Platform, folder: Path, count: int, at_once: int, again_count: int, gap_s: float
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Returns the figures, and the answer of each model."""
     models = write_models(folder / "models", count)
     weights = sum(file.stat().st_size for path in models.values() for file in path.glob("*.safetensors"))
-    journals = folder / "journals"
-    journals.mkdir()
-    platform = Platform(folder / "data", free_port(), SETTINGS | {"STACCATO_JOURNAL": str(journals)})
     platform.start()
     try:
         platform.tenant("acme")
@@ -388,13 +422,13 @@ def measure(folder: Path, count: int, at_once: int, again_count: int, gap_s: flo
         failed = [name for name, status in api.deployments().items() if status["phase"] == "failed"]
     finally:
         platform.stop()
-    (kept,) = (path for path in journals.glob("*.journal") if "-" not in path.stem)
+    (kept,) = (path for path in (folder / JOURNALS).glob("*.journal") if "-" not in path.stem)
     texts = {answer.model: answer.text for answer in first}
     differ = [answer.model for answer in again if answer.text != texts[answer.model]]
     late = sum(answer.first_s > OBJECTIVE_S for answer in (*first, *again))
     most = max(map(sum, memory))
     bounds = (most <= 2 * GIB + MORE_BYTES_MOST, api.times_ms()[1] <= API_MS_MOST)
-    return {
+    figures = {
         "models": count,
         "weights_gib": round(weights / GIB, 2),
         "deployed_s": round(deployed_s, 1),
@@ -418,6 +452,7 @@ def measure(folder: Path, count: int, at_once: int, again_count: int, gap_s: flo
         "tiers_simulated": beside_simulated(kept, platform.data / "images", asked, again, since, until),
         "load": load(),
     }
+    return figures, texts
 
 
 if __name__ == "__main__":
@@ -428,5 +463,9 @@ if __name__ == "__main__":
     parser.add_argument("--gap", type=float, default=1.2, help="seconds between two of these, in the mean")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
-        result = measure(Path(made), chosen.models, chosen.asked, chosen.again, chosen.gap)
+        folder = Path(made)
+        (folder / JOURNALS).mkdir()
+        platform = Platform(folder / "data", free_port(), SETTINGS | {"STACCATO_JOURNAL": str(folder / JOURNALS)})
+        result, texts = measure(platform, folder, chosen.models, chosen.asked, chosen.again, chosen.gap)
         print(json.dumps(result), flush=True)
+        print(json.dumps({"restart": restart(platform, texts, chosen.asked)}), flush=True)
