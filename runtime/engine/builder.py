@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import inspect
@@ -162,7 +163,8 @@ class Builder:
             ones @ ones  # cuBLAS takes its workspace, 32 MiB on Hopper, which belongs to no model
         self.images.below = self._disk = DiskCache.at(*disk)
         self.prefixes = HostPrefixes(self.images, *prefixes)
-        self._image_bytes: dict[ImageKey, int] = {}  # of images that were made, or did not fit
+        self._image_bytes: dict[ImageKey, int] = {}  # of images that did not fit, in whole folios
+        self._sizes: dict[ImageKey, int] = {}  # exact bytes of images whose engines were built
         self.pages_total, self.page_bytes = self.device.stats().pages_total, self.device.page_bytes
         self.life, self.block_tokens = self.images.life, 0
         self._graphs, self._compiled = (graphs, compiled) if backend is Backend.CUDA else (0, False)
@@ -225,8 +227,13 @@ class Builder:
             image = self._find(spec, key)
             if image is not None and (engine := self._from_image(spec, now, key, image, more)) is not None:
                 return engine  # around an image, no memory is left to collect: the other engines do not wait for that
-            self.images.check_room(self._image_bytes.get(key, int(WEIGHTS_LEAST * spec.weight_bytes)))
-            engine = self._from_files(spec, now, key, more)
+            room = self._room(spec, key)
+            if isinstance(room, Image):
+                if (engine := self._from_image(spec, now, key, room, more)) is not None:
+                    return engine
+                room = None
+            with room or contextlib.nullcontext():
+                engine = self._from_files(spec, now, key, room, more)
             _collect()
             if self._disk is not None and spec.digest:
                 self._disk.keep(self.images, key, time.monotonic() - began)
@@ -315,13 +322,31 @@ class Builder:
             image.release()
         return None
 
-    def _from_files(self, spec: EngineSpec, now: Building, key: ImageKey, more: dict[str, Any]) -> VllmEngine:
+    def _room(self, spec: EngineSpec, key: ImageKey) -> Making | Image | None:
+        """Room in the host cache for an image to be made; or the image, if another runtime has made the image.
+
+        Returns None if the size of the image is not known; then room is only looked for.
+        The size of an image is known once the engine was built. From then on the room is taken before the build: room
+        that a build finds at its beginning may go to other images before its end, again and again.
+        Raises HostCacheFull."""
+        if key in self._sizes and ranks.size() == 1:
+            return self.images.make(key, self._sizes[key])
+        self.images.check_room(self._image_bytes.get(key, int(WEIGHTS_LEAST * spec.weight_bytes)))
+        return None
+
+    def _from_files(
+        self, spec: EngineSpec, now: Building, key: ImageKey, room: Making | None, more: dict[str, Any]
+    ) -> VllmEngine:
         """Read the weights with vLLM, ask the model the golden question, and keep an image of weights and answers."""
         _check_files(spec)
         engine = self._core(spec, now, FILES_FORMAT, more)
         try:
             golden, sequential = engine.prove_built()
-            match self.images.make(key, engine.weights.size):
+            self._sizes[key] = engine.weights.size
+            if room is not None and room.bytes != engine.weights.size:
+                room.abandon()
+                room = None
+            match room or self.images.make(key, engine.weights.size):
                 case Making() as making:
                     with making:
                         write_out(engine.weights.reservation, engine.weights.size, self.images.cache, making.offset)

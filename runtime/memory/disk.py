@@ -134,13 +134,14 @@ class DiskCache:
     def __init__(self, folder: Path, limit_bytes: int, free_bytes: int = FREE_LEAST) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.limit_bytes, self._free_bytes = folder, limit_bytes, free_bytes
-        self._orders: queue.SimpleQueue[tuple[Images, ImageKey, float] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Images, Image | None, ImageKey, float] | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
         self._pending: set[str] = set()  # keys that wait for the writer, or are being written
         self._start = threading.Lock()
         self._paused_until = 0.0
         self._counts = {"reads": 0, "writes": 0, "torn": 0, "evictions": 0}
         self._listed: tuple[float, frozenset[str]] = (float("-inf"), frozenset())
+        self._built_s: dict[tuple[str, int], float] = {}  # time of the build, by name and number of a file
         self._quiet = (
             threading.Event()
         )  # set while nobody reads: a reader keeps requests waiting, and the writer nobody
@@ -233,6 +234,7 @@ class DiskCache:
     def keep(self, images: Images, key: ImageKey, built_s: float) -> None:
         """Have the image with the key copied from the host cache to the disk, soon. Returns at once.
 
+        The image stays in the host cache until then: an image that gave way before would be made from files again.
         `built_s`: time to make the image again without the disk."""
         if not self.limit_bytes or self.has(key):
             return
@@ -243,7 +245,7 @@ class DiskCache:
             if self._writer is None:
                 self._writer = threading.Thread(target=self._write_all, name="disk-images", daemon=True)
                 self._writer.start()
-        self._orders.put((images, key, built_s))
+        self._orders.put((images, images.find(key), key, built_s))
 
     @property
     def writing(self) -> bool:
@@ -266,7 +268,7 @@ class DiskCache:
 
     def _write_all(self) -> None:
         while (order := self._orders.get()) is not None:
-            images, key, built_s = order
+            images, held, key, built_s = order
             try:
                 if time.monotonic() >= self._paused_until:
                     self._write(images, key, built_s)
@@ -276,11 +278,13 @@ class DiskCache:
                     self._paused_until = time.monotonic() + PAUSE_S
                 log.warning("disk.image_not_written", image=str(key)[:12], full=full, detail=str(error)[:300])
             finally:
+                if held is not None:
+                    held.release()
                 self._pending.discard(str(key))
 
     def _write(self, images: Images, key: ImageKey, built_s: float) -> None:
         image = images.find(key)
-        if image is None:  # discarded, or evicted, before its turn came
+        if image is None:  # discarded before its turn came
             return
         with image, self._part(key) as fd:
             if fd is None or not image.verify():
@@ -371,15 +375,18 @@ class DiskCache:
                     path.unlink()
 
     def _files(self) -> list[ImageFile]:
-        files = []
-        for path in self.folder.glob("*" + IMAGE):
-            with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
-                stat = os.fstat(file.fileno())
-                try:
-                    _, _, built_s = _read_last(file.fileno(), path)
-                except TornImage:
-                    built_s = 0.0  # of no value
-                files.append(ImageFile(path.name, stat.st_size, stat.st_mtime, built_s))
+        """The images on disk. A file is read once: a thousand reads would hold up other threads for 20 ms each time."""
+        files, known = [], self._built_s
+        self._built_s = {}
+        with os.scandir(self.folder) as listed:
+            images = [entry for entry in listed if entry.name.endswith(IMAGE)]
+        for entry in images:
+            with contextlib.suppress(OSError):  # another node may just remove the file
+                stat = entry.stat()
+                file = entry.name, entry.inode()
+                built_s = known[file] if file in known else _built_s(self.folder / entry.name)
+                self._built_s[file] = built_s
+                files.append(ImageFile(entry.name, stat.st_size, stat.st_mtime, built_s))
         return files
 
     # ── the folder ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -433,6 +440,15 @@ def _read_notes(fd: int, path: Path) -> StoredNotes:
     if notes.image_bytes <= 0 or notes_at != padded(notes.image_bytes) or len(notes.checksums) != extents:
         raise TornImage(f"{path} has notes on {notes.image_bytes} bytes, and {notes_at} bytes lie ahead of the notes")
     return notes
+
+
+def _built_s(path: Path) -> float:
+    """The time of the build, by the file of an image; 0 of a damaged file, which is of no value."""
+    with open(path, "rb", buffering=0) as file:
+        try:
+            return _read_last(file.fileno(), path)[2]
+        except TornImage:
+            return 0.0
 
 
 def _read_last(fd: int, path: Path) -> tuple[int, int, float]:

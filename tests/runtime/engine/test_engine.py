@@ -14,6 +14,7 @@ import pytest
 
 from runtime.core.device.request import RequestId
 from runtime.core.engine import BadRequest, Engine, EngineError, NoHostRoom
+from runtime.memory.images import HostCacheFull, ImageKey, Making
 from runtime.memory.native import FaultPoint
 from store.contract.wire import Finish
 from tests.runtime.engines import add, awake, drive, payload, spec, tokens, until
@@ -339,6 +340,34 @@ def test_a_build_without_room_in_the_host_cache_searches_for_no_garbage(random_m
         assert 2 not in searches
     finally:
         gc.callbacks.remove(note)
+    build.close()
+
+
+def test_room_for_an_image_of_known_size_is_taken_before_the_build_and_goes_to_no_other_image(
+    random_models: dict[str, Path],
+) -> None:
+    """The first build ends without room, because another image comes meanwhile; the second build is not overtaken."""
+    from runtime.engine.builder import Builder
+
+    build = Builder(POOL_BYTES, 8 << 20)
+    other = ImageKey("other", "", "", "", "")
+    made: list[Making] = []
+    refused: list[HostCacheFull] = []
+
+    def overtake(read_bytes: int, files_bytes: int) -> None:
+        if not made and not refused:
+            try:
+                made.append(cast("Making", build.images.make(other, size)))
+            except HostCacheFull as error:
+                refused.append(error)
+
+    size = build.images.stats().total_bytes - (3 << 20)
+    with pytest.raises(NoHostRoom):
+        build(spec(random_models["llama"]), overtake)
+    made.pop().abandon()
+    engine = build(spec(random_models["llama"]), overtake)
+    assert refused and not made
+    engine.close()
     build.close()
 
 

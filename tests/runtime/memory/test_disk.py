@@ -11,13 +11,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.memory import disk as disk_module
 from runtime.memory.arriving import ArrivingImage, read_in
 from runtime.memory.disk import BLOCK_BYTES, EXTENT_BYTES, DiskCache, StoredImage, TornImage
 from runtime.memory.images import INDEX_BYTES, HostCacheFull, Images
@@ -361,3 +362,32 @@ def test_a_disk_that_takes_no_notes_is_not_asked_again(
     keep(disk, images, "a", noise(MIB))
     monkeypatch.setattr(os, "setxattr", refuse)
     assert disk.note_proof(key("a"), "p") and not disk.proved(key("a"), "p")
+
+
+def test_the_time_of_a_build_is_read_once_from_each_file(
+    disk: DiskCache, images: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_of: list[str] = []
+
+    def counted(path: Path, built_s: Callable[[Path], float] = disk_module._built_s) -> float:
+        read_of.append(path.name)
+        return built_s(path)
+
+    monkeypatch.setattr(disk_module, "_built_s", counted)
+    for name in "abcd":
+        keep(disk, images, name, noise(MIB))
+    assert sorted(read_of) == sorted(f"{key(name)}.image" for name in "abc")
+
+
+def test_an_image_stays_in_the_host_cache_until_it_is_on_disk(disk: DiskCache, images: Images) -> None:
+    size = ROOM - 14 * MIB  # of an image that fits beside one of the other two images alone
+    with disk.reading():  # the writer waits, with one image in hand
+        for name in "ab":
+            image = put(images, name, SIZE)
+            disk.keep(images, key(name), 1.0)
+            image.release()
+        with pytest.raises(HostCacheFull):
+            make(images, "large", size)
+    until(lambda: not disk.writing)
+    assert disk.has(key("a")) and disk.has(key("b"))
+    make(images, "large", size).abandon()
