@@ -117,9 +117,9 @@ class StagingPlans:
         if warm:
             self._plan(StagePlan(model, now, _NEVER))
 
-    def returned(self, model: Model) -> None:
-        """Note that an earlier process of the device served the model."""
-        if self._by_history:
+    def placed(self, model: Model) -> None:
+        """Note that the model was placed on the device: the image comes up if an earlier process served the model."""
+        if model.loads.noted and self._by_history:
             self._returned[model.key] = model
 
     def asked(self, model: Model) -> None:

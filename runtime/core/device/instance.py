@@ -179,18 +179,15 @@ class Instance:
                 assert_never(event)
 
     def _place(self, placed: Placed, now: float) -> list[Effect]:
-        spec, prove = placed.spec, placed.prove
-        key = ModelKey(spec.key)
+        spec, key = placed.spec, ModelKey(placed.spec.key)
         known = self.models.get(key)
         if known is None:
             costs, shares = CostEstimate(self._costs(spec)), self.requests.shares
             model = self.models[key] = Model(spec, costs, self.pages.page_bytes, used_at=now, shares=shares)
-            model.wish = Wish.AWAKE if prove else Wish.NONE
-            model.loads.noted, model.loads.proving = placed.noted, prove
-            model.loads.proved = not (prove or placed.noted)
+            model.wish = Wish.AWAKE if placed.prove else Wish.NONE
+            model.loads.placed(placed.prove, placed.noted)
             model.demand.build_pages = placed.build_pages or 0
-            if placed.noted:
-                self._staging.returned(model)
+            self._staging.placed(model)
             self._rooms.file(model)
         elif known.withdrawn or known.failures.error:
             known.withdrawn, known.used_at = False, now

@@ -76,6 +76,11 @@ class LoadRecord:
         checked = self.fetches + CHECKED_FIRST if self.proved else self.fetches
         return checked <= CHECKED_FIRST or checked % CHECKED_EVERY == 0
 
+    def placed(self, prove: bool, noted: bool) -> None:
+        """Note that the model was placed on the device; see the event `Placed`."""
+        self.proving, self.noted = prove, noted
+        self.proved = not (prove or noted)
+
     def built(self, took_s: float, from_host: bool) -> None:
         """Note a build of `took_s` seconds. Time of a build for staging is no part of the next way to RESIDENT."""
         self.loading_s, self.from_host = 0.0 if self.staged else took_s, from_host

@@ -380,7 +380,7 @@ def test_the_time_of_a_build_is_read_once_from_each_file(
 
 
 def test_an_image_stays_in_the_host_cache_until_it_is_on_disk(disk: DiskCache, images: Images) -> None:
-    size = ROOM - 14 * MIB  # of an image that fits beside one of the other two images alone
+    size = ROOM - 14 * MIB  # an image of this size fits beside a single other image
     with disk.reading():  # the writer waits, with one image in hand
         for name in "ab":
             image = put(images, name, SIZE)
