@@ -200,7 +200,7 @@ class StagingPlans:
         self._plans = {key: plan for key, plan in self._plans.items() if plan.until >= now and _down(plan.model)}
         due = [plan for plan in self._plans.values() if plan.at <= now]
         fitting = [plan for plan in due if plan.model.demand.build_pages <= free_pages]
-        if any(model.phase is Phase.BUILDING for model in models):
+        if not (fitting or self._returned) or any(model.phase is Phase.BUILDING for model in models):
             return None
         if fitting:
             plan = min(fitting, key=lambda plan: (not plan.model.staging.warm, plan.at, plan.model.key))

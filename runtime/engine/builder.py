@@ -325,11 +325,12 @@ class Builder:
     def _room(self, spec: EngineSpec, key: ImageKey) -> Making | Image | None:
         """Room in the host cache for an image to be made; or the image, if another runtime has made the image.
 
-        Returns None if the size of the image is not known; then room is only looked for.
-        The size of an image is known once the engine was built. From then on the room is taken before the build: room
-        that a build finds at its beginning may go to other images before its end, again and again.
+        Returns None if room was only looked for. The size of an image is known once the engine was built. A process
+        that makes images beside a device then takes the room before the build: room that a build finds at its beginning
+        may go to other images before its end, again and again. A device that builds by itself takes no room ahead:
+        other runtimes would wait for the image on the threads of their devices.
         Raises HostCacheFull."""
-        if key in self._sizes and ranks.size() == 1:
+        if self.makes_images_beside and key in self._sizes and ranks.size() == 1:
             return self.images.make(key, self._sizes[key])
         self.images.check_room(self._image_bytes.get(key, int(WEIGHTS_LEAST * spec.weight_bytes)))
         return None

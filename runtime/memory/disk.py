@@ -45,6 +45,7 @@ LISTED_S = 2.0  # a list of the folder is taken for true for so long
 FREE_LEAST = 1 << 30  # bytes of the disk that images leave free: for the database, the bus and the journal
 NOTES_MOST = 64 << 20  # bytes: a larger number in a file is damage
 
+WAITING_PART = 4  # images that wait to be written are pinned up to a quarter of the host cache
 PROOF = "user.staccato.proof."  # attributes of an image's file: proofs that a device serves a model from the image
 
 _LAST = struct.Struct("<8sIQIdI")  # magic, version, bytes of the notes, their checksum, time of the build, checksum
@@ -137,6 +138,7 @@ class DiskCache:
         self._orders: queue.SimpleQueue[tuple[Images, Image | None, ImageKey, float] | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
         self._pending: set[str] = set()  # keys that wait for the writer, or are being written
+        self._held_bytes = 0  # of images pinned until they are written
         self._start = threading.Lock()
         self._paused_until = 0.0
         self._counts = {"reads": 0, "writes": 0, "torn": 0, "evictions": 0}
@@ -234,7 +236,8 @@ class DiskCache:
     def keep(self, images: Images, key: ImageKey, built_s: float) -> None:
         """Have the image with the key copied from the host cache to the disk, soon. Returns at once.
 
-        The image stays in the host cache until then: an image that gave way before would be made from files again.
+        The image stays in the host cache until then, because an image that gave way would be made from files again.
+        Beyond a part of the host cache images may give way: a slow disk must not keep other images out.
         `built_s`: time to make the image again without the disk."""
         if not self.limit_bytes or self.has(key):
             return
@@ -245,7 +248,19 @@ class DiskCache:
             if self._writer is None:
                 self._writer = threading.Thread(target=self._write_all, name="disk-images", daemon=True)
                 self._writer.start()
-        self._orders.put((images, images.find(key), key, built_s))
+        self._orders.put((images, self._held(images, key), key, built_s))
+
+    def _held(self, images: Images, key: ImageKey) -> Image | None:
+        """The image, pinned, unless the images that wait for the writer would take more than their part."""
+        if (image := images.find(key)) is None:
+            return None
+        with self._start:
+            if fits := self._held_bytes + image.bytes <= images.cache.bytes // WAITING_PART:
+                self._held_bytes += image.bytes
+        if fits:
+            return image
+        image.release()
+        return None
 
     @property
     def writing(self) -> bool:
@@ -280,11 +295,13 @@ class DiskCache:
             finally:
                 if held is not None:
                     held.release()
+                    with self._start:
+                        self._held_bytes -= held.bytes
                 self._pending.discard(str(key))
 
     def _write(self, images: Images, key: ImageKey, built_s: float) -> None:
         image = images.find(key)
-        if image is None:  # discarded before its turn came
+        if image is None:  # discarded, or evicted, before its turn came
             return
         with image, self._part(key) as fd:
             if fd is None or not image.verify():

@@ -371,6 +371,20 @@ def test_room_for_an_image_of_known_size_is_taken_before_the_build_and_goes_to_n
     build.close()
 
 
+def test_a_device_that_makes_images_itself_takes_no_room_ahead(random_models: dict[str, Path]) -> None:
+    """Another runtime that wants the image would wait for a whole build."""
+    from runtime.engine.builder import Builder
+
+    build, states = Builder(POOL_BYTES, HOST_BYTES), list[object]()
+    build.makes_images_beside = False
+    model = spec(random_models["llama"])
+    build(model).close()
+    assert build.images.discard(build._key(model))
+    build(model, lambda *_: states.append(build.images.state(build._key(model)))).close()
+    assert states and set(states) == {None}
+    build.close()
+
+
 def test_an_engine_makes_the_blocks_of_its_cache_when_the_blocks_come_into_use(random_models: dict[str, Path]) -> None:
     from runtime.engine.builder import Builder
 

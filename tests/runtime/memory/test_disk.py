@@ -379,15 +379,22 @@ def test_the_time_of_a_build_is_read_once_from_each_file(
     assert sorted(read_of) == sorted(f"{key(name)}.image" for name in "abc")
 
 
-def test_an_image_stays_in_the_host_cache_until_it_is_on_disk(disk: DiskCache, images: Images) -> None:
-    size = ROOM - 14 * MIB  # an image of this size fits beside a single other image
+def test_an_image_stays_in_the_host_cache_until_it_is_on_disk_up_to_a_part_of_the_cache(
+    disk: DiskCache, images: Images
+) -> None:
+    size, small = ROOM - 14 * MIB, ROOM // 8 - MIB  # an image of the first size fits beside a single small image
     with disk.reading():  # the writer waits, with one image in hand
         for name in "ab":
-            image = put(images, name, SIZE)
+            image = put(images, name, small)
             disk.keep(images, key(name), 1.0)
             image.release()
         with pytest.raises(HostCacheFull):
             make(images, "large", size)
+        image = put(images, "c", small)  # a third image would be beyond the part
+        disk.keep(images, key("c"), 1.0)
+        image.release()
+        make(images, "medium", ROOM - 22 * MIB).abandon()
+        assert there(images, "a") and there(images, "b") and not there(images, "c")
     until(lambda: not disk.writing)
     assert disk.has(key("a")) and disk.has(key("b"))
     make(images, "large", size).abandon()
