@@ -350,6 +350,7 @@ def test_room_for_an_image_of_known_size_is_taken_before_the_build_and_goes_to_n
     from runtime.engine.builder import Builder
 
     build = Builder(POOL_BYTES, 8 << 20)
+    build.makes_images_beside = True  # also over the stand-in for a GPU's driver
     other = ImageKey("other", "", "", "", "")
     made: list[Making] = []
     refused: list[HostCacheFull] = []
