@@ -167,10 +167,10 @@ async def test_one_of_two_devices_that_dies_costs_no_stream(tmp_path_factory: py
 
 async def test_devices_that_froze_while_they_rested_cost_no_stream(fleet: Fleet) -> None:
     """Every device gets SIGSTOP, outside steps and builds: a frozen device is missed when a request waits for the
-    device."""
+    device. After the restart of a device, the engine of a model on disk is about to be built."""
     undisturbed = await fleet.undisturbed(EACH)
     async with asyncio.timeout(60):
-        while {"cold", "loading"} & {
+        while {"cold", "disk", "loading"} & {
             model["residency"] for gpu in await fleet.gpus() for model in gpu["models"].values()
         }:
             await asyncio.sleep(0.3)
