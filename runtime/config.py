@@ -109,7 +109,7 @@ class RuntimeSettings(BaseSettings):
     profile: Path | None = None  # costs of this machine (`staccato profile`); without a profile, guessed at first
     drain_s: float = 30.0  # time after SIGTERM for streams to end; then different runtimes continue the streams
     hang_s: float = 60.0  # longest step, and longest silence of a device owing an answer; then its process is ended
-    build_hang_s: float = 900.0  # longest time that a build reads no further; then its process is ended
+    build_hang_s: float = 900.0  # longest time that a build from files reads no further; then its process is ended
     grammar_cpu_s: Annotated[float, Field(gt=0, le=600)] = 5.0  # processor time for compiling a grammar
     grammar_memory: ByteSize = ByteSize(512 << 20)  # memory for compiling a grammar
     grammar_compiled_max: ByteSize = ByteSize(8 << 20)  # size of a compiled grammar, which the device process reads

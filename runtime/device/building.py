@@ -135,7 +135,7 @@ class Builds:
         began = self._began.setdefault(model, now)
         if model not in self._slices and self._orders is not None and self._orders.order(spec):
             return Unfinished(model, waits=True), None
-        self._stepping.begin_build(model, now)
+        self._stepping.begin_build(model, now, around_image=self._orders is not None)
         try:
             read = partial(self._stepping.read, model, began)
             build = self._slices.setdefault(model, Sliced(partial(self._build, spec, read)))

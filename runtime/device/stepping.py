@@ -17,11 +17,11 @@ import msgspec
 
 from store.contract.wire import ModelState, Residency
 
-_BYTES = 6144
+_BYTES = 6145
 _BEGAN = struct.Struct("<d")  # begin of a step or build, on the monotonic clock shared by processes; 0: none
 _KEY = struct.Struct("<H")  # bytes of the model's key; the key follows
 _READING = struct.Struct("<QQd")  # bytes read, bytes of all files (0: no files are read), began when; a key follows
-_STEP_AT, _READING_AT, _BUILD_AT = 0, 2048, 4096
+_STEP_AT, _READING_AT, _BUILD_AT, _AROUND_AT = 0, 2048, 4096, 6144
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,9 @@ class Stepping:
         """The model in a step, and when the step began; None between steps."""
         return self._since(_STEP_AT)
 
-    def begin_build(self, model: str, now: float) -> None:
+    def begin_build(self, model: str, now: float, around_image: bool = False) -> None:
+        """Note the begin of a slice of a build; `around_image`: the slice reads no files, and takes less than a second."""
+        self._map[_AROUND_AT] = around_image
         self._write_key(_BUILD_AT + _BEGAN.size, model)
         _BEGAN.pack_into(self._map, _BUILD_AT, now)
 
@@ -75,6 +77,11 @@ class Stepping:
     def building(self) -> tuple[str, float] | None:
         """The model in a build, and when the build began; None if no engine is being built."""
         return self._since(_BUILD_AT)
+
+    @property
+    def around_image(self) -> bool:
+        """Whether the build under way is a build around an image."""
+        return bool(self._map[_AROUND_AT])
 
     def read(self, model: str, since: float, read_bytes: int, files_bytes: int) -> None:
         """Note that `read_bytes` of a model's `files_bytes` have been read since the time `since`."""
@@ -154,8 +161,9 @@ class Watchdog:
         seen = (build, self._stepping.reading)
         self._build_still_s = self._build_still_s + self.period_s if build and seen == self._build else 0.0
         self._build = seen
-        if build and self._build_still_s > self._build_hang_s:
-            return f"the build of {build[0]} has come no further for {self._build_hang_s:g} s"
+        build_hang_s = self._hang_s if self._stepping.around_image else self._build_hang_s
+        if build and self._build_still_s > build_hang_s:
+            return f"the build of {build[0]} has come no further for {build_hang_s:g} s"
         if step and now - step[1] > self._hang_s:
             return f"a step of {step[0]} takes more than {self._hang_s:g} s"
         if self._silent_s > self._hang_s:

@@ -137,16 +137,16 @@ class DeviceChild:
         the last states heard. Returns the model in a step when the process ended, or None."""
         step, build = self.stepping.under_way(), self.stepping.building
         if build:
-            self._load_failed(build[0], self._hangs or "while its engine was built")
+            self._load_failed(build[0], self._hangs or "while its engine was built", built=False)
         elif step and not (step[0] in models and models[step[0]].was_resident):
-            self._load_failed(step[0], self._hangs or "in its first steps")
+            self._load_failed(step[0], self._hangs or "in its first steps", built=True)
         self.stepping.clear()
         self._hangs = ""
         return step[0] if step else None
 
-    def _load_failed(self, model: str, why: str) -> None:
+    def _load_failed(self, model: str, why: str, built: bool) -> None:
         now = time.monotonic()
-        self.quarantine.ended(model, why, now)
+        self.quarantine.ended(model, why, now, built)
         if reason := self.quarantine.reason(model, now):
             log.error("node.model_stays_away", model=model, reason=reason)
 

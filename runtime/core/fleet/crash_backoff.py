@@ -20,6 +20,7 @@ class _Ends:
     count: int
     until: float
     why: str
+    built: bool  # at least one end came after the model's engine was built
 
 
 class Quarantine:
@@ -28,20 +29,32 @@ class Quarantine:
     def __init__(self) -> None:
         self._ends: dict[str, _Ends] = {}  # by model, since the model was last loaded
 
-    def ended(self, model: str, why: str, now: float) -> None:
-        """Note that the device process ended while loading the model; `why` is a clause for the sentence of `reason`.
+    def ended(self, model: str, why: str, now: float, built: bool = False) -> None:
+        """Note that the device process ended while loading the model.
+
+        Args:
+            model: the model.
+            why: a clause for the sentence of `reason`.
+            now: seconds on a monotonic clock.
+            built: the engine was built, and the process ended in the first steps.
 
         From the ENDED_MOST-th end in a row on, the model stays away for PAUSE_S_FIRST seconds, and with every further
         end twice as long, up to PAUSE_S_MOST."""
         count = 1 + (self._ends[model].count if model in self._ends else 0)
         doublings = count - ENDED_MOST
         pause_s = min(PAUSE_S_MOST, PAUSE_S_FIRST * 2.0 ** min(doublings, 10)) if doublings >= 0 else 0.0
-        self._ends[model] = _Ends(count, now + pause_s, why)
+        built = built or (model in self._ends and self._ends[model].built)
+        self._ends[model] = _Ends(count, now + pause_s, why, built)
 
     def heard(self, models: dict[str, ModelState]) -> None:
-        """Forget the ends of models that have been loaded, by the states reported by the device."""
-        for model in [model for model in self._ends if model in models and models[model].was_resident]:
-            del self._ends[model]
+        """Forget the ends of models that have been loaded, by the states reported by the device.
+
+        Ends in builds are also over once the engine is built: a model that returns after the end of a device process
+        may then wait for days for its first request."""
+        for model, ends in list(self._ends.items()):
+            state = models.get(model)
+            if state and (state.was_resident or (state.residency is Residency.STAGED and not ends.built)):
+                del self._ends[model]
 
     def reason(self, model: str, now: float) -> str:
         """Sentence why the model must not be loaded now; empty if the model may be loaded."""

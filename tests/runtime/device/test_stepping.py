@@ -119,3 +119,15 @@ def test_a_build_hangs_when_it_neither_ends_nor_reads_and_whoever_waits() -> Non
     stepping.begin_build("m", 9.0)  # a repeated build of a model is a new build
     assert looks(watchdog, 11) == [None] * 11
     assert looks(watchdog, 1) == [hangs]
+
+
+def test_a_build_around_an_image_hangs_as_soon_as_a_step_and_reads_no_files() -> None:
+    stepping = Stepping(Stepping.create())
+    watchdog = Watchdog(stepping, hang_s=2.0, build_hang_s=99.0)
+    stepping.begin_build("m", 1.0, around_image=True)
+    hangs = "the build of m has come no further for 2 s"
+    assert looks(watchdog, 6, waited_for=False) == [None] * 5 + [hangs]
+    stepping.begin_build("m", 2.0, around_image=True)  # the next slice
+    assert looks(watchdog, 5) == [None] * 5
+    stepping.begin_build("m", 3.0)
+    assert looks(watchdog, 20) == [None] * 20

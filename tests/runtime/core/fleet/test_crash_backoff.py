@@ -46,6 +46,19 @@ def test_who_could_be_loaded_begins_anew() -> None:
     assert quarantine.reason("m", 0.0) == ""
 
 
+def test_a_built_engine_ends_a_row_of_failed_builds_and_no_row_with_an_end_in_first_steps() -> None:
+    staged = {"m": ModelState(residency=Residency.STAGED)}
+    quarantine = Quarantine()
+    ended(quarantine, ENDED_MOST - 1)
+    quarantine.heard(staged)
+    ended(quarantine, ENDED_MOST - 1)
+    assert quarantine.reason("m", 0.0) == ""
+    quarantine.ended("m", "in its first steps", 0.0, built=True)
+    assert quarantine.reason("m", 0.0)
+    quarantine.heard(staged)
+    assert quarantine.reason("m", 0.0)
+
+
 def test_who_stays_away_is_shown_as_failed_where_it_is_hosted() -> None:
     quarantine = Quarantine()
     ended(quarantine, ENDED_MOST)
