@@ -62,7 +62,7 @@ class Stepping:
         return self._since(_STEP_AT)
 
     def begin_build(self, model: str, now: float, around_image: bool = False) -> None:
-        """Note the begin of a slice of a build; `around_image`: the slice reads no files, and takes less than a second."""
+        """Note the begin of a slice of a build; `around_image`: the build reads no files."""
         self._map[_AROUND_AT] = around_image
         self._write_key(_BUILD_AT + _BEGAN.size, model)
         _BEGAN.pack_into(self._map, _BUILD_AT, now)

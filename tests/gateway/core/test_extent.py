@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.extent import DENSE, LONG, BodyExtent, ExtentLimits, TokenizeWatch, first_excess
+from gateway.core.extent import (
+    DENSE,
+    LONG,
+    PLAIN_FIELDS,
+    BodyExtent,
+    ExtentLimits,
+    TokenizeWatch,
+    _measured,
+    first_excess,
+    is_small,
+)
 
 LIMITS = ExtentLimits(
     answers_max=4,
@@ -213,6 +223,37 @@ anything = st.recursive(
 def test_no_body_however_odd_is_an_error_here(body: dict[str, object], pools: bool) -> None:
     text = json.dumps(body).replace("NaN", "null").replace("-Infinity", "-1e999").replace("Infinity", "1e999")
     first_excess(msgspec.json.decode(text, type=BodyExtent), LIMITS, pools=pools)
+
+
+SAID = st.text(max_size=12) | st.sampled_from(['"image', "\\", "[", ",,,,", "{"])
+MESSAGES = st.lists(st.fixed_dictionaries({"role": SAID, "content": SAID}), max_size=4)
+BOUNDS = st.builds(
+    ExtentLimits,
+    answers_max=st.integers(0, 2),
+    messages_max=st.integers(0, 6),
+    entries_max=st.integers(0, 2),
+    text_bytes_max=st.integers(0, 200),
+    tokenize_bytes_max=st.integers(0, 200),
+)
+FIELDS = {"model": SAID, "prompt": SAID | anything, "messages": MESSAGES | anything, "n": st.integers(0, 3)}
+
+
+@given(st.fixed_dictionaries({}, optional=FIELDS), BOUNDS, st.booleans())
+def test_a_small_body_exceeds_no_bound(body: dict[str, object], limits: ExtentLimits, repeats: bool) -> None:
+    text = json.dumps(body).replace("NaN", "null").replace("-Infinity", "-1e999").replace("Infinity", "1e999")
+    asked = msgspec.json.decode(text, type=BodyExtent)
+    if is_small(asked, limits, limits.tokenize_bytes_max if repeats else limits.text_bytes_max):
+        assert [each for each in _measured(asked, limits, repeats, False) if each.asked > each.allowed] == []
+
+
+@pytest.mark.parametrize(
+    "body", [{"messages": [MESSAGE] * 9, "stream": True}, {"prompt": "a [", "service_tier": "flex"}]
+)
+def test_an_ordinary_body_is_small_and_with_any_further_field_is_measured(body: dict[str, object]) -> None:
+    assert is_small(ask(body), ExtentLimits(), 2000)
+    assert PLAIN_FIELDS == BodyExtent.__struct_fields__[: len(PLAIN_FIELDS)]
+    for field in BodyExtent.__struct_fields__[len(PLAIN_FIELDS) :]:
+        assert not is_small(ask(body | {field: 1}), ExtentLimits(), 2000)
 
 
 def commas(value: object) -> int:
