@@ -172,7 +172,10 @@ async def test_devices_that_froze_outside_steps_cost_no_stream(fleet: Fleet) -> 
     undisturbed = await fleet.undisturbed(EACH)
     for device in fleet.platform.children("runtime.device"):
         device.kill()
-    await asyncio.sleep(1.5)  # the leases say that the devices are gone
+    gone: set[str] = set()
+    async with asyncio.timeout(60):
+        while len(gone) < RUNTIMES:
+            gone |= {gpu["id"] for gpu in await fleet.gpus() if not gpu["models"]}
     await fleet.ready()
     for device in (frozen := fleet.platform.children("runtime.device")):
         device.suspend()

@@ -126,7 +126,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
             body["max_completion_tokens"] = body.pop("max_tokens")
     else:
         body["prompt"] = draw(st.one_of(TEXTS.filter(bool), st.lists(st.integers(0, 290), min_size=1, max_size=20)))
-    if draw(st.integers(0, 9)) == 0:
+    if draw(st.integers(0, 9)) == 6:  # hypothesis draws the ends of a range more often than a tenth of the time
         for odd in draw(st.lists(ODD, min_size=1, max_size=2)):  # both ways tell the same fault
             body |= odd
     return path, body
