@@ -70,8 +70,8 @@ def servers(platform: Platform, tmp_path_factory: pytest.TempPathFactory) -> Ite
     folder = tmp_path_factory.mktemp("beside")
     model = write_thinker(folder / "model")
     vllm = VllmServer(model, MODEL, folder, CONTEXT, KV_BYTES, *FLAGS)
-    vllm.start()
     try:
+        vllm.start()
         key = platform.tenant("beside")
         platform.model(MODEL, model)
         deployment = platform.deploy("beside", MODEL, **PARSERS, scaling={"idle": "never"})
