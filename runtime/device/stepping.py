@@ -62,7 +62,7 @@ class Stepping:
         return self._since(_STEP_AT)
 
     def begin_build(self, model: str, now: float, around_image: bool = False) -> None:
-        """Note the begin of a slice of a build; `around_image`: the build reads no files."""
+        """Note the begin of a slice of a build; `around_image`: files are read only if the image is gone."""
         self._map[_AROUND_AT] = around_image
         self._write_key(_BUILD_AT + _BEGAN.size, model)
         _BEGAN.pack_into(self._map, _BUILD_AT, now)
@@ -161,7 +161,8 @@ class Watchdog:
         seen = (build, self._stepping.reading)
         self._build_still_s = self._build_still_s + self.period_s if build and seen == self._build else 0.0
         self._build = seen
-        build_hang_s = self._hang_s if self._stepping.around_image else self._build_hang_s
+        reads = not self._stepping.around_image or seen[1] is not None
+        build_hang_s = self._build_hang_s if reads else self._hang_s
         if build and self._build_still_s > build_hang_s:
             return f"the build of {build[0]} has come no further for {build_hang_s:g} s"
         if step and now - step[1] > self._hang_s:

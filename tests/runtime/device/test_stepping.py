@@ -131,3 +131,6 @@ def test_a_build_around_an_image_hangs_as_soon_as_a_step_and_reads_no_files() ->
     assert looks(watchdog, 5) == [None] * 5
     stepping.begin_build("m", 3.0)
     assert looks(watchdog, 20) == [None] * 20
+    stepping.begin_build("n", 4.0, around_image=True)
+    stepping.read("n", 4.0, 1, 2)  # the image was gone
+    assert looks(watchdog, 20) == [None] * 20
